@@ -1,0 +1,129 @@
+"""The kernels in NumPy: the definition of what the others compute, and the oracle of the tests.
+
+Written to be read, one line per rule, with temporaries of the size of the gradient; training uses ``cpu.py``.
+
+Source of the rule: MXNet 1.9.1, ``src/kvstore/gradient_compression-inl.h`` (codes, packing, residual), but for
+non-finite elements, which MXNet keeps in the residual for ever and which are dropped and reported here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import (CODE_NEGATIVE, CODE_NOT_FINITE, CODE_POSITIVE, CODE_ZERO, ELEMENTS_PER_WORD, SUM_CHUNK_ELEMENTS,
+               Quantizer, block_count, check_quantize_arguments, check_unpack_arguments)
+
+
+def quantize_pack(gradient: np.ndarray, residual: np.ndarray, packed: np.ndarray,
+                  quantizer: Quantizer) -> tuple[np.ndarray, np.ndarray]:
+    """Add ``gradient`` to ``residual``, take out what two bits can say of it, and pack the codes.
+
+    Args:
+        gradient: float32[n], not changed.
+        residual: float32[n], updated in place. Where the sum is not finite it keeps its value.
+        packed: uint8[4 * ceil(n / 16)], overwritten; bits beyond element n are zero.
+        quantizer: thresholds and levels, one per block.
+
+    Returns:
+        ``(selected_sum, selected_count)``, float32[blocks] and uint32[blocks]: sum and number of the magnitudes
+        ``abs(residual + gradient)`` that got code 11 or 10, before the level was taken out.
+    """
+    check_quantize_arguments(gradient, residual, packed, quantizer)
+    blocks = block_count(gradient.size, quantizer.block_elements)
+    block_of = np.arange(gradient.size) // quantizer.block_elements
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = residual + gradient
+        finite = np.isfinite(total)
+        positive = finite & (total >= quantizer.positive_threshold[block_of])
+        negative = finite & ~positive & (total <= quantizer.negative_threshold[block_of])
+        codes = np.full(gradient.size, CODE_ZERO, np.uint8)
+        codes[positive], codes[negative], codes[~finite] = CODE_POSITIVE, CODE_NEGATIVE, CODE_NOT_FINITE
+        residual[finite] = total[finite]
+        residual[positive] -= quantizer.positive_level[block_of[positive]]
+        residual[negative] -= quantizer.negative_level[block_of[negative]]
+        magnitude = np.where(positive | negative, np.abs(total), np.float32(0))
+        selected_sum = np.zeros(blocks, np.float32)
+        selected_count = np.zeros(blocks, np.uint32)
+        for block in range(blocks):
+            start = block * quantizer.block_elements
+            stop = start + quantizer.block_elements
+            selected_sum[block] = _sum_in_lanes(magnitude[start:stop])
+            selected_count[block] = np.count_nonzero((positive | negative)[start:stop])
+    packed[:] = _pack(codes)
+    return selected_sum, selected_count
+
+
+def unpack_sum(packed: np.ndarray, levels: np.ndarray, block_elements: int, out: np.ndarray,
+               scale: float = 1.0) -> None:
+    """Overwrite ``out`` with the sum of k ranks' codes times their levels, then scaled.
+
+    Where all ranks have the same levels in a block the sum is a count times the level, so that it does not depend on
+    the order of ranks; elsewhere contributions are added in rank order. Code 01 from any rank makes an element NaN.
+
+    Args:
+        packed: uint8[k, 4 * ceil(n / 16)]; rows may lie apart.
+        levels: float32[k, blocks, 2], the positive and the negative level of each rank.
+        block_elements: elements of a block, a multiple of 16.
+        out: float32[n], overwritten.
+        scale: what the float32 sum is multiplied by, in float64 and rounded to float32 once, as Horovod scales.
+    """
+    check_unpack_arguments(packed, levels, block_elements, out)
+    ranks = packed.shape[0]
+    codes = _unpack(packed)[:, :out.size]
+    out[:] = 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for block in range(block_count(out.size, block_elements)):
+            part = slice(block * block_elements, (block + 1) * block_elements)
+            positive, negative = levels[:, block, 0], levels[:, block, 1]
+            if ranks == 0:
+                continue
+            if np.all(positive == positive[0]) and np.all(negative == negative[0]):
+                positives = np.count_nonzero(codes[:, part] == CODE_POSITIVE, axis=0)
+                negatives = np.count_nonzero(codes[:, part] == CODE_NEGATIVE, axis=0)
+                if positive[0] == -negative[0]:
+                    out[part] = (positives - negatives).astype(np.float32) * positive[0]
+                else:
+                    out[part] = (positives.astype(np.float32) * positive[0]
+                                 + negatives.astype(np.float32) * negative[0])
+            else:
+                for rank in range(ranks):
+                    value = np.zeros(4, np.float32)
+                    value[CODE_POSITIVE], value[CODE_NEGATIVE] = positive[rank], negative[rank]
+                    out[part] += value[codes[rank, part]]
+        if scale != 1.0:
+            out[:] = (out.astype(np.float64) * scale).astype(np.float32)
+    out[np.any(codes == CODE_NOT_FINITE, axis=0)] = np.nan
+
+
+def _pack(codes: np.ndarray) -> np.ndarray:
+    """Codes of n elements to bytes: the first of four in the two highest bits, padded to whole words."""
+    padded = np.zeros(-(-codes.size // ELEMENTS_PER_WORD) * ELEMENTS_PER_WORD, np.uint8)
+    padded[:codes.size] = codes
+    four = padded.reshape(-1, 4)
+    return four[:, 0] << 6 | four[:, 1] << 4 | four[:, 2] << 2 | four[:, 3]
+
+
+def _unpack(packed: np.ndarray) -> np.ndarray:
+    """The inverse of ``_pack``, for k rows at a time: uint8[k, bytes] to codes uint8[k, 4 * bytes]."""
+    codes = np.stack([packed >> 6 & 3, packed >> 4 & 3, packed >> 2 & 3, packed & 3], axis=-1)
+    return codes.reshape(packed.shape[0], -1)
+
+
+def _sum_in_lanes(magnitude: np.ndarray) -> np.float32:
+    """Sum in the order that a vector unit adds: 16 float32 lanes within a chunk, chunks in float64.
+
+    Rounding depends on the order, and backends must agree to the bit; this order is what a loop over 16-element
+    words does without shuffling lanes.
+    """
+    total = 0.0
+    for start in range(0, magnitude.size, SUM_CHUNK_ELEMENTS):
+        chunk = magnitude[start:start + SUM_CHUNK_ELEMENTS]
+        words = np.zeros(-(-chunk.size // ELEMENTS_PER_WORD) * ELEMENTS_PER_WORD, np.float32)
+        words[:chunk.size] = chunk
+        lanes = np.zeros(ELEMENTS_PER_WORD, np.float32)
+        for word in words.reshape(-1, ELEMENTS_PER_WORD):
+            lanes += word
+        while lanes.size > 1:
+            lanes = lanes[:lanes.size // 2] + lanes[lanes.size // 2:]
+        total += float(lanes[0])
+    return np.float32(total)
