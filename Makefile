@@ -1,0 +1,36 @@
+# Each target sets up .venv first where need be; with nothing to do, that takes a fraction of a second.
+#
+#     make demo PYTHON=python3.10      with another Python than python3
+#     make test PYTEST_ARGS="-k codec"     some tests only
+
+SHELL = /bin/bash
+PYTHON ?=
+PYTEST_ARGS ?=
+export PYTHON
+
+.DEFAULT_GOAL = help
+.PHONY: help setup demo test bench lint clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## make .venv and build Horovod into it (the other targets do this too)
+	@scripts/setup.sh
+
+demo: setup  ## train a CNN on two ranks uncompressed, fp16 and 2-bit; show a table and the loss curves
+	@scripts/demo.sh
+
+test: setup  ## run the whole test suite
+	@.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+bench: setup  ## measure the kernels
+	@.venv/bin/python -m hvd_twobit bench kernels
+
+lint: setup  ## check style and types
+	@.venv/bin/python -m ruff check hvd_twobit examples tests
+	@.venv/bin/python -m mypy
+
+clean:  ## remove .venv and everything else that was made here (the cached wheel of Horovod stays)
+	@if [ -e .venv ] && [ ! -e .venv/hvd_twobit.stamp ]; then echo "not made by make, so not removed: .venv"; else rm -rf .venv; fi
+	rm -rf build dist results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find hvd_twobit examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
