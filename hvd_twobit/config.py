@@ -1,0 +1,167 @@
+"""The parameters of ``TwoBit``: what they are, what is refused and why. No framework, no arrays.
+
+Both ways of writing them (keyword arguments, MXNet's dictionaries) end in one frozen ``TwoBitConfig``, which is
+checked when it is made: everything behind this file may trust it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import numbers
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Any, Optional
+
+from .errors import ConfigError
+
+DEFAULT_THRESHOLD = 0.5
+"""MXNet's default threshold, in the unit of the gradient."""
+
+DEFAULT_MIN_ELEMENTS = 1024
+"""Tensors with fewer elements (biases, norms) travel uncompressed: their bytes do not count, their precision does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoBitConfig:
+    """Checked parameters of one ``TwoBit``.
+
+    Attributes:
+        positive_threshold: > 0, in the unit of the gradient, exactly representable in float32. A residual at or above
+            it is sent as this value.
+        negative_threshold: < 0, likewise for residuals at or below it.
+        min_elements: tensors with fewer elements travel uncompressed in Horovod's own allreduce; 0 compresses all.
+
+    Raises:
+        ConfigError: a value cannot be used; the message names the parameter, the value and what is expected.
+    """
+
+    positive_threshold: float = DEFAULT_THRESHOLD
+    negative_threshold: float = -DEFAULT_THRESHOLD
+    min_elements: int = DEFAULT_MIN_ELEMENTS
+
+    def __post_init__(self) -> None:
+        positive = _float32("positive_threshold", self.positive_threshold)
+        negative = _float32("negative_threshold", self.negative_threshold)
+        if positive < 0:
+            raise ConfigError(f"positive_threshold must be above zero, not {self.positive_threshold!r}")
+        if negative > 0:
+            raise ConfigError(f"negative_threshold must be below zero, not {self.negative_threshold!r}")
+        if isinstance(self.min_elements, bool) or not isinstance(self.min_elements, numbers.Integral):
+            raise ConfigError(f"min_elements must be a whole number of elements, not {self.min_elements!r}")
+        if self.min_elements < 0:
+            raise ConfigError(f"min_elements must be 0 or more elements, not {self.min_elements}")
+        object.__setattr__(self, "positive_threshold", positive)
+        object.__setattr__(self, "negative_threshold", negative)
+        object.__setattr__(self, "min_elements", int(self.min_elements))
+
+    @classmethod
+    def from_arguments(cls, threshold: Any = None, positive_threshold: Any = None, negative_threshold: Any = None,
+                       **others: Any) -> TwoBitConfig:
+        """Make a configuration from the keyword arguments of ``TwoBit``.
+
+        ``threshold=t`` is short for ``positive_threshold=t, negative_threshold=-t``. An argument that is None takes
+        its default; where one side of the pair is given, the other keeps MXNet's default of 0.5 or -0.5.
+
+        Raises:
+            ConfigError: an argument is unknown, contradicts another or has a value that cannot be used.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        _refuse_unknown("argument", others, ["threshold", *known])
+        if threshold is not None:
+            for name, value in (("positive_threshold", positive_threshold), ("negative_threshold", negative_threshold)):
+                if value is not None:
+                    raise ConfigError(f"threshold={threshold!r} already stands for both thresholds; "
+                                      f"leave it out, or leave out {name}={value!r}")
+            positive_threshold, negative_threshold = _both_sides(threshold)
+        given = {"positive_threshold": positive_threshold, "negative_threshold": negative_threshold, **others}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any], **arguments: Any) -> TwoBitConfig:
+        """Make a configuration from a dictionary of MXNet's kvstore, in either of its two forms.
+
+        ``{"compress": "2bit", "positive_threshold": 0.5, "negative_threshold": -0.5}`` (``set_compress``; thresholds
+        may be left out) or ``{"type": "2bit", "threshold": 0.5}`` (``set_gradient_compression``, as released; the
+        threshold may be left out). ``arguments`` are those of ``TwoBit`` that MXNet has no key for: MXNet compresses
+        every tensor, however small, which is ``min_elements=0`` here.
+
+        Raises:
+            ConfigError: a key is unknown (the nearest valid one is named), missing, or of the other form, or a value
+                cannot be used.
+        """
+        if not isinstance(params, Mapping):
+            raise ConfigError(f'from_params takes a dictionary such as {{"compress": "2bit"}}, not {params!r}')
+        forms = {"compress": ["compress", "positive_threshold", "negative_threshold"], "type": ["type", "threshold"]}
+        present = [selector for selector in forms if selector in params]
+        if len(present) == 2:
+            raise ConfigError('"compress" and "type" are keys of two different forms; keep "compress" with '
+                              'positive_threshold and negative_threshold, or "type" with threshold')
+        if not present:
+            _refuse_unknown("key", params, [key for keys in forms.values() for key in keys])
+            raise ConfigError(f'the key "compress" is missing from {dict(params)!r}: {{"compress": "2bit"}} '
+                              "is the least that from_params takes")
+        selector = present[0]
+        _refuse_unknown("key", params, forms[selector])
+        if params[selector] != "2bit":
+            raise ConfigError(f'{selector!r}: {params[selector]!r} is not a compression that TwoBit offers; '
+                              f'the only one is "2bit"{_did_you_mean(params[selector], ["2bit"])}')
+        values = {key: value for key, value in params.items() if key != selector}
+        for key, value in values.items():
+            _float32(key, value)
+        for name in arguments:
+            if "threshold" in name:
+                raise ConfigError(f"{name}={arguments[name]!r}: the thresholds are those of the dictionary")
+        return cls.from_arguments(**arguments, **values)
+
+
+def _both_sides(threshold: Any) -> tuple[float, float]:
+    value = _float32("threshold", threshold)
+    if value < 0:
+        raise ConfigError(f"threshold must be above zero, not {threshold!r}")
+    return value, -value
+
+
+def _float32(name: str, value: Any) -> float:
+    """``value`` rounded to float32, or ConfigError unless it is a real number that is finite and non-zero there."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ConfigError(f"{name} must be a number in the unit of the gradient, not {value!r} "
+                          f"({type(value).__name__})")
+    number = float(value)
+    if math.isnan(number) or math.isinf(number):
+        raise ConfigError(f"{name} must be finite, not {value!r}")
+    if number == 0:
+        raise ConfigError(f"{name} must not be zero: at zero every element would be sent at every step")
+    try:
+        rounded = struct.unpack("<f", struct.pack("<f", number))[0]
+    except OverflowError:
+        raise ConfigError(f"{name}={value!r} is beyond the range of float32, in which gradients are compressed") from None
+    if rounded == 0:
+        raise ConfigError(f"{name}={value!r} vanishes in float32, in which gradients are compressed; "
+                          "the smallest threshold is about 1.4e-45")
+    return rounded
+
+
+def _refuse_unknown(kind: str, given: Iterable[Any], known: list[str]) -> None:
+    for name in given:
+        if name not in known:
+            hint = _did_you_mean(name, known) or f"; known: {', '.join(known)}"
+            value = f"={given[name]!r}" if isinstance(given, Mapping) else ""
+            raise ConfigError(f"unknown {kind} {name if isinstance(name, str) else repr(name)}{value}{hint}")
+
+
+def _did_you_mean(name: Any, known: list[str]) -> str:
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def describe(config: TwoBitConfig) -> str:
+    """The arguments that make ``config``, for a ``repr``."""
+    fields: list[tuple[str, Optional[float]]]
+    if config.positive_threshold == -config.negative_threshold:
+        fields = [("threshold", config.positive_threshold)]
+    else:
+        fields = [("positive_threshold", config.positive_threshold), ("negative_threshold", config.negative_threshold)]
+    fields.append(("min_elements", config.min_elements))
+    return ", ".join(f"{name}={value!r}" for name, value in fields)

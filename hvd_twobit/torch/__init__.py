@@ -1,0 +1,10 @@
+"""PyTorch front end: ``hvd.DistributedOptimizer(opt, ..., compression=TwoBit)`` with ``import horovod.torch as hvd``."""
+
+from . import hook
+from .compressor import TwoBit
+
+hook.install()
+
+residuals_of = hook.residuals_of
+
+__all__ = ["TwoBit", "residuals_of"]

@@ -1,0 +1,201 @@
+"""Where TwoBit meets the internals of Horovod's PyTorch optimizer; the only file that touches its private names.
+
+``hvd.DistributedOptimizer`` copies the methods of ``horovod.torch.optimizer._DistributedOptimizer`` into a class of
+its own for every optimizer. ``install`` replaces six of them by functions that do what Horovod does, unless the
+compression is a ``TwoBit``: then gradients go through an ``Exchange`` that knows their names. Replacing methods, and
+not the function ``DistributedOptimizer``, works whatever was imported first. ``install`` refuses a Horovod whose
+methods it does not know, instead of finding out during training.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import horovod
+import horovod.torch as hvd
+import horovod.torch.optimizer as horovod_optimizer
+import torch
+
+from ..errors import ConfigError, UnsupportedHorovodError
+from ..residuals import ResidualRegistry
+from .compressor import TwoBit
+from .exchange import Exchange, Handle, Pending, refuse_op
+
+SUPPORTED_HOROVOD = ("0.28.1",)
+
+_PARAMETERS = {
+    "__init__": ["self", "params", "named_parameters", "compression", "backward_passes_per_step", "op",
+                 "gradient_predivide_factor", "groups", "sparse_as_dense", "process_set"],
+    "load_state_dict": ["self", "args", "kwargs"],
+    "_register_hooks": ["self"],
+    "_allreduce_grad_async": ["self", "p"],
+    "_grouped_allreduce_grad_async": ["self", "ps"],
+    "_sparse_allreduce_grad_async": ["self", "p", "name"],
+    "synchronize": ["self"],
+}
+_ATTRIBUTES = {
+    "__init__": ["_compression", "_parameter_names", "_handles", "_p_to_group", "_group_counts", "_requires_update"],
+    "synchronize": ["_compression", "decompress", "_handles", "_requires_update"],
+}
+_ADASUM_PARAMETERS = ["self", "params", "named_parameters", "compression", "backward_passes_per_step"]
+
+
+def install() -> None:
+    """Teach Horovod's PyTorch optimizers about TwoBit; a second call does nothing.
+
+    Raises:
+        UnsupportedHorovodError: Horovod's version or the form of its optimizer is not one that was tested.
+    """
+    optimizer = horovod_optimizer._DistributedOptimizer
+    adasum = horovod_optimizer._DistributedAdasumOptimizer
+    if getattr(optimizer, "_knows_twobit", False):
+        return
+    check_horovod(horovod.__version__, optimizer, adasum)
+    for function in (__init__, load_state_dict, _allreduce_grad_async, _grouped_allreduce_grad_async, synchronize):
+        _replace(optimizer, function)
+    _replace(adasum, _refuse_adasum, "__init__")
+    optimizer._knows_twobit = True
+
+
+def check_horovod(version: str, optimizer: type, adasum: type) -> None:
+    """Raise UnsupportedHorovodError unless the version is supported and the classes have the expected form."""
+    if version not in SUPPORTED_HOROVOD:
+        raise UnsupportedHorovodError(f"Horovod {version} is installed, hvd_twobit supports {_supported()}: "
+                                      f"install horovod=={SUPPORTED_HOROVOD[-1]}")
+    expected = [(optimizer, method, names) for method, names in _PARAMETERS.items()]
+    for owner, method, names in [*expected, (adasum, "__init__", _ADASUM_PARAMETERS)]:
+        function = getattr(owner, method, None)
+        found = list(inspect.signature(function).parameters) if function else None
+        missing = [name for name in _ATTRIBUTES.get(method, ()) if owner is optimizer and function
+                   and name not in function.__code__.co_names]
+        if found != names or missing:
+            raise UnsupportedHorovodError(
+                f"Horovod {version} is installed, but its {owner.__name__}.{method} is not that of a released "
+                f"{_supported()}: parameters {found}, expected {names}"
+                + (f"; attributes {', '.join(missing)} not found" if missing else "")
+                + ". Another package may have patched it: import hvd_twobit first, or install a released Horovod")
+
+
+def residuals_of(optimizer: torch.optim.Optimizer) -> ResidualRegistry:
+    """The residuals of an optimizer made with ``hvd.DistributedOptimizer(..., compression=TwoBit)``.
+
+    Raises:
+        ConfigError: the optimizer does not use TwoBit.
+    """
+    exchange = getattr(optimizer, "_twobit", None)
+    if exchange is None:
+        raise ConfigError(f"{type(optimizer).__name__} has no residuals: it was not made by "
+                          "hvd.DistributedOptimizer(..., compression=TwoBit)")
+    return exchange.residuals
+
+
+def _supported() -> str:
+    return "Horovod " + " to ".join(dict.fromkeys((SUPPORTED_HOROVOD[0], SUPPORTED_HOROVOD[-1])))
+
+
+def _replace(owner: type, function: Any, method: str = "") -> None:
+    """Put ``function(original, self, ...)`` in the place of a method."""
+    method = method or function.__name__
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(original, self, *args, **kwargs)
+
+    setattr(owner, method, replacement)
+
+
+# The functions below take the place of the methods of the same name; ``original`` is Horovod's.
+
+def __init__(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(original).bind(self, *args, **kwargs)
+    given.apply_defaults()
+    values = given.arguments
+    compression = _instance(values["compression"])
+    self._twobit = None
+    if compression is None:
+        return original(self, *args, **kwargs)
+    values["compression"] = compression
+    self._twobit = Exchange(compression.config, values["op"], values["gradient_predivide_factor"],
+                            values["process_set"])
+    original(*given.args, **given.kwargs)
+    self._twobit.declare([(self._parameter_names[p], p) for p in self._requires_update])
+
+
+def load_state_dict(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    # Horovod forgets the handles of a step that was broken off; what they use has to be free before the next step.
+    if self._twobit is not None:
+        self._twobit.abandon()
+    original(self, *args, **kwargs)
+
+
+def _allreduce_grad_async(original: Any, self: Any, p: torch.nn.Parameter) -> tuple[Handle, Optional[Pending]]:
+    if self._twobit is None:
+        return original(self, p)
+    return _start(self, [p])[0]
+
+
+def _grouped_allreduce_grad_async(original: Any, self: Any, ps: Sequence[torch.nn.Parameter]) -> tuple[Any, Any]:
+    if self._twobit is None:
+        return original(self, ps)
+    handles, pendings = zip(*_start(self, ps))
+    return handles, pendings
+
+
+def synchronize(original: Any, self: Any) -> None:
+    if self._twobit is None or not self._requires_update or not self.process_set.included():
+        return original(self)
+    with self._twobit.agreed():
+        _split_groups(self)
+        original(self)
+
+
+def _refuse_adasum(original: Any, self: Any, params: Any, named_parameters: Any, compression: Any, *args: Any,
+                   **kwargs: Any) -> None:
+    if _instance(compression) is not None:
+        refuse_op(hvd.Adasum)
+    original(self, params, named_parameters, compression, *args, **kwargs)
+
+
+def _instance(compression: Any) -> Optional[TwoBit]:
+    """The ``TwoBit`` that a user's ``compression=`` means, or None if it is another compression."""
+    if isinstance(compression, type) and issubclass(compression, TwoBit):
+        return compression()
+    return compression if isinstance(compression, TwoBit) else None
+
+
+def _start(self: Any, ps: Sequence[torch.nn.Parameter]) -> list[tuple[Handle, Optional[Pending]]]:
+    """Begin the exchange of the parameters' gradients, together where they are several."""
+    started: dict[torch.nn.Parameter, tuple[Handle, Optional[Pending]]] = {}
+    dense = []
+    for p in ps:
+        if p.grad is None:
+            # The other ranks may have computed one, and wait for this rank's.
+            p.grad = torch.zeros_like(p, memory_format=torch.preserve_format).detach()
+        if not p.grad.is_sparse:
+            dense.append((p, p.grad))
+        elif self.sparse_as_dense:
+            dense.append((p, p.grad.to_dense()))
+        else:
+            started[p] = self._sparse_allreduce_grad_async(p, self._parameter_names[p])
+    exchanged = self._twobit.start_group([(self._parameter_names[p], gradient) for p, gradient in dense])
+    started.update(zip((p for p, _ in dense), exchanged))
+    return [started[p] for p in ps]
+
+
+def _split_groups(self: Any) -> None:
+    """Turn the handles of groups into handles of their parameters, which Horovod's ``synchronize`` takes one by one.
+
+    A group in which this rank has no gradient for some parameter has not been started: it is now, as the other ranks
+    wait for the whole group (Horovod 0.28.1 itself would send the parameters singly, and hang).
+    """
+    for group in dict.fromkeys(self._p_to_group.values()):
+        if group in self._handles:
+            handles, pendings = self._handles.pop(group)
+            started = list(zip(handles, pendings))
+        else:
+            started = _start(self, group)
+        self._handles.update(zip(group, started))

@@ -1,0 +1,274 @@
+"""Twenty steps of ``hvd.DistributedOptimizer`` in each of its configurations, with gradients that are known before.
+
+The loss is the sum of parameters times constants, so that every gradient is its constant whatever the weights are, and
+``expected`` can simulate all ranks. ``run`` is called on the ranks, ``expected`` in the test's process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from hvd_twobit.torch import TwoBit, residuals_of
+from tests.simulation import SimulatedTensor, gradient
+
+STEPS = 20
+LEARNING_RATE = 0.25
+SHAPES = {"wide": (37, 61), "row": (1500,), "tiny": (5,), "scalar": (), "empty": (0, 3)}
+DEFAULT_MIN_ELEMENTS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One way to use the optimizer; the defaults are those of a plain script.
+
+    Attributes:
+        compression: keyword arguments of TwoBit; None passes the class itself. A list has one entry per rank (modulo).
+        options: keyword arguments of DistributedOptimizer; ``op`` by name.
+        dtype: of parameters and gradients.
+        shapes: the parameters.
+        missing: name of a parameter that gets no gradient on rank 0 in odd steps.
+        frozen: name of a parameter with requires_grad=False.
+        transposed: name of a parameter whose memory, and gradient's memory, is not in row-major order.
+        sparse: name of an embedding with sparse gradients.
+        clip: synchronize, clip, skip_synchronize.
+        keep_zeros: zero_grad(set_to_none=False) of the model instead of the optimizer's zero_grad.
+        subset: exchange within a process set of the first half of the ranks.
+        reload: load_state_dict before step 9, and after the backward pass of step 14, which is then abandoned.
+        overflow: rank 0 puts NaN and inf into its gradients at step 3.
+    """
+
+    compression: Any = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dtype: str = "float32"
+    shapes: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=lambda: SHAPES)
+    missing: Optional[str] = None
+    frozen: Optional[str] = None
+    transposed: Optional[str] = None
+    sparse: Optional[str] = None
+    clip: bool = False
+    keep_zeros: bool = False
+    subset: bool = False
+    reload: bool = False
+    overflow: bool = False
+
+
+EMBEDDING = {"table": (50, 40), "wide": (37, 61), "tiny": (5,)}
+CONFIGURATIONS = {
+    "average with the bare class": Configuration(),
+    "sum": Configuration(dict(threshold=0.3), dict(op="Sum")),
+    "asymmetric thresholds": Configuration(dict(positive_threshold=0.2, negative_threshold=-0.45)),
+    "another threshold on every rank": Configuration([dict(threshold=0.5), dict(threshold=0.1), dict(threshold=2.5)]),
+    "from MXNet's dictionary": Configuration({"compress": "2bit", "positive_threshold": 0.25}),
+    "every tensor compressed": Configuration(dict(threshold=0.4, min_elements=0)),
+    "predivide factor 4": Configuration(dict(threshold=0.4), dict(gradient_predivide_factor=4.0)),
+    "predivide factor 3": Configuration(dict(threshold=0.4, min_elements=0), dict(gradient_predivide_factor=3.0)),
+    "two backward passes per step": Configuration(dict(threshold=0.4), dict(backward_passes_per_step=2)),
+    "two groups": Configuration(dict(threshold=0.4), dict(groups=2)),
+    "one group of everything, compressed": Configuration(dict(threshold=0.4, min_elements=0), dict(groups=1)),
+    "listed groups": Configuration(dict(threshold=0.4), dict(groups=[["tiny", "row"], ["wide"]])),
+    "groups with a gradient missing on one rank": Configuration(dict(threshold=0.4), dict(groups=2), missing="row"),
+    "a gradient missing on one rank": Configuration(dict(threshold=0.4), missing="row"),
+    "a small gradient missing on one rank": Configuration(dict(threshold=0.4), missing="tiny"),
+    "a frozen parameter": Configuration(dict(threshold=0.4), frozen="row"),
+    "a process set": Configuration(dict(threshold=0.4), subset=True),
+    "sparse gradients": Configuration(dict(threshold=0.4), shapes=EMBEDDING, sparse="table"),
+    "sparse gradients as dense": Configuration(dict(threshold=0.4), dict(sparse_as_dense=True), shapes=EMBEDDING,
+                                               sparse="table"),
+    "synchronize, clip and skip_synchronize": Configuration(dict(threshold=0.4), clip=True),
+    "zero_grad that keeps the tensors": Configuration(dict(threshold=0.4), keep_zeros=True),
+    "float16": Configuration(dict(threshold=0.4), dtype="float16"),
+    "bfloat16": Configuration(dict(threshold=0.4), dtype="bfloat16"),
+    "float64": Configuration(dict(threshold=0.4), dtype="float64"),
+    "groups of float16": Configuration(dict(threshold=0.4), dict(groups=2), dtype="float16"),
+    "a transposed parameter": Configuration(dict(threshold=0.4), transposed="wide"),
+    "a transposed bfloat16 parameter": Configuration(dict(threshold=0.4), dtype="bfloat16", transposed="wide"),
+    "load_state_dict between and within steps": Configuration(dict(threshold=0.4), reload=True),
+    "overflow on one rank": Configuration(dict(threshold=0.4), overflow=True),
+    "overflow on one rank in float16": Configuration(dict(threshold=0.4), dtype="float16", overflow=True),
+}
+
+
+def _thresholds(configuration: Configuration, rank: int) -> tuple[float, float]:
+    arguments = configuration.compression
+    if isinstance(arguments, list):
+        arguments = arguments[rank % len(arguments)]
+    arguments = arguments or {}
+    symmetric = arguments.get("threshold", 0.5)
+    return arguments.get("positive_threshold", symmetric), arguments.get("negative_threshold", -symmetric)
+
+
+def _min_elements(configuration: Configuration) -> int:
+    arguments = configuration.compression
+    return (arguments if isinstance(arguments, dict) else {}).get("min_elements", DEFAULT_MIN_ELEMENTS)
+
+
+def _compressed(configuration: Configuration, name: str) -> bool:
+    if name == configuration.sparse and not configuration.options.get("sparse_as_dense"):
+        return False
+    return int(np.prod(configuration.shapes[name])) >= _min_elements(configuration)
+
+
+def _has_gradient(configuration: Configuration, rank: int, step: int, name: str) -> bool:
+    return not (name == configuration.missing and rank == 0 and step % 2) and name != configuration.frozen
+
+
+def _gradient(configuration: Configuration, seed: int, rank: int, step: int, name: str) -> np.ndarray:
+    """One backward pass's gradient, exact in the configuration's dtype."""
+    value = gradient(seed, rank, step, name, configuration.shapes[name], dyadic=not _compressed(configuration, name))
+    if name == configuration.sparse:
+        value[np.arange(len(value)) % 3 != step % 3] = 0
+    if configuration.overflow and rank == 0 and step == 3 and value.size > 20:
+        value.reshape(-1)[[1, 17]] = np.nan, np.inf
+    return torch.from_numpy(value).to(getattr(torch, configuration.dtype)).float().numpy()
+
+
+def _passes(configuration: Configuration) -> int:
+    return configuration.options.get("backward_passes_per_step", 1)
+
+
+def _is_abandoned(configuration: Configuration, step: int) -> bool:
+    return configuration.reload and step == 14
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, configuration: Configuration) -> None:
+        super().__init__()
+        for name, shape in configuration.shapes.items():
+            values = torch.zeros(shape, dtype=getattr(torch, configuration.dtype))
+            if name == configuration.transposed:
+                values = torch.zeros(shape[::-1], dtype=values.dtype).t()
+            self.register_parameter(name, torch.nn.Parameter(values, requires_grad=name != configuration.frozen))
+
+    def loss(self, configuration: Configuration, seed: int, rank: int, step: int) -> torch.Tensor:
+        terms = []
+        for name, parameter in self.named_parameters():
+            if _has_gradient(configuration, rank, step, name):
+                weight = torch.from_numpy(_gradient(configuration, seed, rank, step, name)).to(parameter.dtype)
+                if name == configuration.sparse:
+                    rows = torch.arange(step % 3, len(weight), 3)
+                    parameter = torch.nn.functional.embedding(rows, parameter, sparse=True)
+                    weight = weight[rows]
+                terms.append((parameter * weight).sum())
+        if rank % 2:
+            terms.reverse()  # Ranks fire their hooks in different orders.
+        return sum(terms)
+
+
+def _optimizer(configuration: Configuration, model: _Model, process_set: Any) -> torch.optim.Optimizer:
+    arguments = configuration.compression
+    if isinstance(arguments, list):
+        arguments = arguments[hvd.rank() % len(arguments)]
+    if arguments is None:
+        compression = TwoBit
+    else:
+        compression = TwoBit.from_params(arguments) if "compress" in arguments else TwoBit(**arguments)
+    options = dict(configuration.options)
+    if "op" in options:
+        options["op"] = getattr(hvd, options["op"])
+    if isinstance(options.get("groups"), list):
+        options["groups"] = [[getattr(model, name) for name in group] for group in options["groups"]]
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+                                    named_parameters=model.named_parameters(), compression=compression,
+                                    process_set=process_set, **options)
+
+
+def run(names: Sequence[str]) -> dict[str, Any]:
+    """Run configurations on this rank: per name, reduced gradients and weights of all steps, and the residuals."""
+    subset = hvd.add_process_set(list(range(max(1, hvd.size() // 2))))
+    results = {}
+    for name in names:
+        print("configuration", name, flush=True)
+        results[name] = _run(CONFIGURATIONS[name], subset)
+    return results
+
+
+def _run(configuration: Configuration, subset: Any) -> dict[str, Any]:
+    model = _Model(configuration)
+    optimizer = _optimizer(configuration, model, subset if configuration.subset else hvd.global_process_set)
+    steps: list[dict[str, np.ndarray]] = []
+    for step in range(STEPS):
+        if configuration.reload and step == 9:
+            optimizer.load_state_dict(optimizer.state_dict())
+        for part in range(_passes(configuration)):
+            model.loss(configuration, 0, hvd.rank(), step * _passes(configuration) + part).backward()
+        if _is_abandoned(configuration, step):
+            optimizer.load_state_dict(optimizer.state_dict())
+        else:
+            if configuration.clip:
+                optimizer.synchronize()
+            else:
+                optimizer.step()
+            gradients = {f"gradient {name}": _as_float(parameter.grad) for name, parameter in model.named_parameters()
+                         if parameter.grad is not None}
+            if configuration.clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            weights = {f"weight {name}": _as_float(parameter) for name, parameter in model.named_parameters()}
+            steps.append({**gradients, **weights})
+        (model.zero_grad(set_to_none=False) if configuration.keep_zeros else optimizer.zero_grad())
+    state = residuals_of(optimizer).state_dict()["residuals"]
+    return {"steps": steps, "residuals": state}
+
+
+def _as_float(tensor: torch.Tensor) -> np.ndarray:
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    return (dense.double() if dense.dtype == torch.float64 else dense.float()).contiguous().clone().numpy()
+
+
+def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[str, list[np.ndarray]]]:
+    """The steps' reduced gradients and weights, the same on every exchanging rank, and each rank's residuals."""
+    configuration = CONFIGURATIONS[name]
+    ranks = range(max(1, size // 2) if configuration.subset else size)
+    average = configuration.options.get("op", "Average") == "Average"
+    factor = configuration.options.get("gradient_predivide_factor", 1.0)
+    scale = 1 / factor * factor / len(ranks) if average else 1.0
+    tensors = {parameter: SimulatedTensor([_thresholds(configuration, rank) for rank in ranks],
+                                          int(np.prod(configuration.shapes[parameter])))
+               for parameter in configuration.shapes
+               if _compressed(configuration, parameter) and parameter != configuration.frozen}
+    model = _Model(configuration)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    steps = []
+    for step in range(STEPS):
+        gradients = {}
+        for parameter in configuration.shapes:
+            if parameter == configuration.frozen:
+                continue
+            per_rank = [_accumulated(configuration, rank, step, parameter) for rank in ranks]
+            if parameter in tensors:
+                reduced = tensors[parameter].step(per_rank, scale).reshape(configuration.shapes[parameter])
+            else:
+                reduced = np.sum(per_rank, axis=0, dtype=np.float32) * np.float32(scale)
+            gradients[parameter] = reduced
+        if _is_abandoned(configuration, step):
+            continue
+        for parameter, value in model.named_parameters():
+            if parameter in gradients:
+                value.grad = torch.from_numpy(np.asarray(gradients[parameter])).to(value.dtype)
+        recorded = {f"gradient {parameter}": _as_float(value.grad) for parameter, value in model.named_parameters()
+                    if value.grad is not None}
+        if configuration.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        steps.append({**recorded, **{f"weight {parameter}": _as_float(value)
+                                     for parameter, value in model.named_parameters()}})
+    return steps, {parameter: tensor.residuals for parameter, tensor in tensors.items()}
+
+
+def _accumulated(configuration: Configuration, rank: int, step: int, name: str) -> np.ndarray:
+    """The gradient that a rank holds before the exchange of a step: its backward passes, added as torch adds."""
+    total = np.zeros(tuple(configuration.shapes[name]), np.float32)
+    passes = _passes(configuration)
+    for part in range(step * passes, (step + 1) * passes):
+        if _has_gradient(configuration, rank, part, name):
+            total = total + _gradient(configuration, 0, rank, part, name)
+    return total
+
+

@@ -1,0 +1,56 @@
+"""PyTorch: what real Horovod ranks compute is, bit for bit, what the simulation of all ranks computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .launcher import run_ranks
+from .scenarios import torch_optimizer as scenario
+
+
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"], scope="module")
+def results(request: pytest.FixtureRequest) -> list[Any]:
+    """Every configuration in one job of 2 or 4 ranks, started once; per rank."""
+    return run_ranks(request.param, "tests.scenarios.torch_optimizer:run", {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
+                     names=list(scenario.CONFIGURATIONS))
+
+
+@pytest.mark.parametrize("name", scenario.CONFIGURATIONS)
+def test_optimizer_equals_the_simulation_of_all_ranks_for_20_steps(name: str, results: list[Any]) -> None:
+    steps, residuals = scenario.expected(name, len(results))
+    for rank, result in enumerate(exchanging(name, results)):
+        result = result[name]
+        assert len(result["steps"]) == len(steps)
+        for number, (found, wanted) in enumerate(zip(result["steps"], steps)):
+            assert found.keys() == wanted.keys()
+            for key in wanted:
+                assert_same_bits(found[key], wanted[key], f"step {number}, rank {rank}, {key}")
+        assert result["residuals"].keys() == residuals.keys()
+        for tensor, per_rank in residuals.items():
+            assert_same_bits(result["residuals"][tensor].reshape(-1), per_rank[rank], f"residual {tensor}, rank {rank}")
+
+
+@pytest.mark.parametrize("name", scenario.CONFIGURATIONS)
+def test_all_ranks_hold_identical_weights_afterwards(name: str, results: list[Any]) -> None:
+    first, *others = [result[name]["steps"][-1] for result in exchanging(name, results)]
+    for other in others:
+        for key in first:
+            if key.startswith("weight"):
+                assert_same_bits(other[key], first[key], key)
+
+
+def exchanging(name: str, results: list[Any]) -> list[Any]:
+    """The results of the ranks that exchange gradients in a configuration."""
+    return results[:max(1, len(results) // 2)] if scenario.CONFIGURATIONS[name].subset else results
+
+
+def assert_same_bits(found: np.ndarray, wanted: np.ndarray, what: str) -> None:
+    """Equal dtype, shape and bits; NaNs equal one another."""
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), what
+    same = (found.view(f"u{found.itemsize}") == wanted.view(f"u{wanted.itemsize}")) if found.ndim else found == wanted
+    different = ~(same | (np.isnan(found) & np.isnan(wanted)))
+    assert not different.any(), f"{what}: {np.count_nonzero(different)} of {found.size} elements differ, " \
+                                f"first {found[different].flat[0]!r} instead of {wanted[different].flat[0]!r}"
