@@ -37,7 +37,7 @@ class Codec:
         backend: name of the kernel backend, see ``kernels.load``.
     """
 
-    def __init__(self, config: TwoBitConfig, residuals: ResidualRegistry, backend: str = "numpy") -> None:
+    def __init__(self, config: TwoBitConfig, residuals: ResidualRegistry, backend: str = "numba") -> None:
         self._config = config
         self._residuals = residuals
         self._levels = FixedLevels(config)

@@ -128,15 +128,16 @@ def _float32(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ConfigError(f"{name} must be a number in the unit of the gradient, not {value!r} "
                           f"({type(value).__name__})")
-    number = float(value)
-    if math.isnan(number) or math.isinf(number):
-        raise ConfigError(f"{name} must be finite, not {value!r}")
-    if number == 0:
-        raise ConfigError(f"{name} must not be zero: at zero every element would be sent at every step")
     try:
+        number = float(value)
+        if math.isnan(number) or math.isinf(number):
+            raise ConfigError(f"{name} must be finite, not {value!r}")
+        if number == 0:
+            raise ConfigError(f"{name} must not be zero: at zero every element would be sent at every step")
         rounded = struct.unpack("<f", struct.pack("<f", number))[0]
     except OverflowError:
-        raise ConfigError(f"{name}={value!r} is beyond the range of float32, in which gradients are compressed") from None
+        raise ConfigError(f"{name} is beyond the range of float32, in which gradients are compressed: "
+                          f"{value!r:.60}") from None
     if rounded == 0:
         raise ConfigError(f"{name}={value!r} vanishes in float32, in which gradients are compressed; "
                           "the smallest threshold is about 1.4e-45")

@@ -70,7 +70,7 @@ def check_horovod(version: str, optimizer: type, adasum: type) -> None:
         function = getattr(owner, method, None)
         found = list(inspect.signature(function).parameters) if function else None
         missing = [name for name in _ATTRIBUTES.get(method, ()) if owner is optimizer and function
-                   and name not in function.__code__.co_names]
+                   and name not in inspect.unwrap(function).__code__.co_names]
         if found != names or missing:
             raise UnsupportedHorovodError(
                 f"Horovod {version} is installed, but its {owner.__name__}.{method} is not that of a released "

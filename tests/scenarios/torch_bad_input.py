@@ -1,0 +1,165 @@
+"""Mistakes that only several ranks can make, or that must be refused before anything is sent: what each rank is told.
+
+All run in one job. Where a mistake leaves a collective behind that its partner never enters, the tensors of that
+scenario have names of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_twobit import payload
+from hvd_twobit.torch import TwoBit, residuals_of
+
+
+def _parameter(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=requires_grad)
+
+
+def _optimizer(parameters: dict[str, torch.nn.Parameter], compression: Any = TwoBit(min_elements=0),
+               **options: Any) -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=0.25),
+                                    named_parameters=list(parameters.items()), compression=compression, **options)
+
+
+def _backward(parameters: dict[str, torch.nn.Parameter], value: float = 1.0) -> None:
+    sum((parameter * value).sum().abs() for parameter in parameters.values() if parameter.requires_grad).backward()
+
+
+def another_min_elements() -> None:
+    parameters = {"another_min_elements.weight": _parameter(30, 40), "another_min_elements.bias": _parameter(40)}
+    optimizer = _optimizer(parameters, TwoBit(min_elements=1024 * hvd.rank()))
+    _backward(parameters)
+    optimizer.step()
+
+
+def another_min_elements_in_a_group() -> None:
+    parameters = {"in_a_group.weight": _parameter(30, 40), "in_a_group.bias": _parameter(40)}
+    optimizer = _optimizer(parameters, TwoBit(min_elements=1024 * hvd.rank()), groups=1)
+    _backward(parameters)
+    optimizer.step()
+
+
+def frozen_on_one_rank() -> None:
+    parameters = {"frozen.a": _parameter(10), "frozen.b": _parameter(10, requires_grad=hvd.rank() == 0)}
+    optimizer = _optimizer(parameters)
+    _backward(parameters)
+    optimizer.step()
+
+
+def another_shape_on_one_rank() -> None:
+    parameters = {"another_shape.a": _parameter(10 + hvd.rank())}
+    optimizer = _optimizer(parameters)
+    _backward(parameters)
+    optimizer.step()
+
+
+def another_version_of_payload() -> None:
+    parameters = {"another_version.a": _parameter(10)}
+    optimizer = _optimizer(parameters)
+    version = payload.VERSION
+    payload.VERSION += hvd.rank()
+    try:
+        _backward(parameters)
+        optimizer.step()
+    finally:
+        payload.VERSION = version
+
+
+def another_shape_under_a_known_name() -> None:
+    parameters = {"known_name.a": _parameter(10)}
+    optimizer = _optimizer(parameters)
+    _backward(parameters)
+    optimizer.step()
+    parameters["known_name.a"].grad = None
+    parameters["known_name.a"].data = torch.zeros(11)
+    parameters["known_name.a"].grad = torch.ones(11)
+    optimizer.step()
+
+
+def duplicate_names() -> None:
+    first, second = _parameter(10), _parameter(10)
+    hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=0.25), compression=TwoBit,
+                             named_parameters=[("twice", first), ("twice", second)])
+
+
+def overlapping_optimizers_with_equal_names() -> None:
+    models = [{"overlapping.a": _parameter(10)} for _ in range(2)]
+    optimizers = [_optimizer(model) for model in models]
+    _backward(models[0])
+    try:
+        _backward(models[1])
+    finally:
+        optimizers[0].step()
+
+
+def adasum() -> None:
+    _optimizer({"adasum.a": _parameter(10)}, TwoBit, op=hvd.Adasum)
+
+
+def minimum() -> None:
+    _optimizer({"minimum.a": _parameter(10)}, op=hvd.Min)
+
+
+def maximum() -> None:
+    _optimizer({"maximum.a": _parameter(10)}, op=hvd.Max)
+
+
+def product() -> None:
+    _optimizer({"product.a": _parameter(10)}, op=hvd.Product)
+
+
+def plain_allreduce() -> None:
+    hvd.allreduce(torch.zeros(10), name="plain", compression=TwoBit)
+
+
+def complex_gradients() -> None:
+    parameters = {"complex.a": _parameter(10, dtype=torch.complex64)}
+    _optimizer(parameters)
+    _backward(parameters)
+
+
+def residuals_of_another_optimizer() -> None:
+    residuals_of(_optimizer({"another.a": _parameter(10)}, hvd.Compression.fp16))
+
+
+def unknown_argument() -> None:
+    TwoBit(treshold=0.1)
+
+
+SCENARIOS: list[Callable[[], None]] = [
+    adasum, minimum, maximum, product, plain_allreduce, complex_gradients, residuals_of_another_optimizer,
+    unknown_argument, duplicate_names, overlapping_optimizers_with_equal_names, another_shape_under_a_known_name,
+    another_version_of_payload, another_min_elements, another_min_elements_in_a_group, frozen_on_one_rank,
+    another_shape_on_one_rank]
+
+
+def run() -> dict[str, str]:
+    """Type and message of the error of every scenario on this rank."""
+    told = {}
+    for scenario in SCENARIOS:
+        try:
+            scenario()
+            told[scenario.__name__] = "no error"
+        except Exception as error:
+            told[scenario.__name__] = f"{type(error).__name__}: {error}"
+    return told
+
+
+def two_optimizers() -> dict[str, Any]:
+    """Two models with equal parameter names, each with its own optimizer, stepping in turn; and an expanded gradient."""
+    models = [{"shared.a": _parameter(100)} for _ in range(2)]
+    one_compression = TwoBit(threshold=0.5, min_elements=0)
+    optimizers = [_optimizer(model, one_compression) for model in models]
+    for _ in range(3):
+        for model, optimizer, value in zip(models, optimizers, (0.125, 0.25)):
+            model["shared.a"].grad = torch.full((), value).expand(100)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"weights": [model["shared.a"].detach().numpy() for model in models],
+            "residuals": [residuals_of(optimizer)["shared.a"] for optimizer in optimizers],
+            "distinct": residuals_of(optimizers[0]) is not residuals_of(optimizers[1])}

@@ -1,0 +1,140 @@
+"""Parameters: both ways to write them, their defaults, and a clear refusal of everything else."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_twobit.config import TwoBitConfig, describe
+from hvd_twobit.errors import ConfigError, TwoBitError
+
+BAD_THRESHOLDS = [0, 0.0, -0.0, math.nan, math.inf, -math.inf, True, False, "0.5", None, [0.5], 1e-46, 1e39, 10**400,
+                  np.float64(1e300), np.array([0.5])]
+SHORT = "{!r:.12}".format
+
+
+def test_defaults_are_those_of_mxnet() -> None:
+    assert TwoBitConfig.from_arguments() == TwoBitConfig(0.5, -0.5, 1024)
+
+
+def test_threshold_stands_for_both_sides() -> None:
+    assert TwoBitConfig.from_arguments(0.25) == TwoBitConfig(0.25, -0.25)
+
+
+def test_one_side_given_leaves_the_default_of_the_other() -> None:
+    assert TwoBitConfig.from_arguments(positive_threshold=2.0) == TwoBitConfig(2.0, -0.5)
+
+
+def test_thresholds_are_rounded_to_float32() -> None:
+    assert TwoBitConfig.from_arguments(0.1).positive_threshold == float(np.float32(0.1))
+    assert TwoBitConfig.from_arguments(4e-7).positive_threshold == float(np.float32(4e-7))
+    assert TwoBitConfig.from_arguments(1e-45).positive_threshold == float(np.float32(1e-45))
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), 1, np.int64(1)])
+def test_any_real_number_is_a_threshold(number: Any) -> None:
+    assert TwoBitConfig.from_arguments(number).positive_threshold == float(number)
+
+
+@given(st.floats(min_value=float(np.float32(1e-45)), max_value=float(np.finfo(np.float32).max), width=32))
+def test_every_positive_float32_is_kept_exactly(value: float) -> None:
+    config = TwoBitConfig.from_arguments(value)
+    assert (config.positive_threshold, config.negative_threshold) == (value, -value)
+
+
+@pytest.mark.parametrize("value", [value for value in BAD_THRESHOLDS if value is not None], ids=SHORT)
+@pytest.mark.parametrize("name", ["threshold", "positive_threshold", "negative_threshold"])
+def test_an_unusable_threshold_is_refused_with_its_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        TwoBitConfig.from_arguments(**{name: value})
+
+
+@pytest.mark.parametrize("arguments", [dict(threshold=-0.5), dict(positive_threshold=-0.5),
+                                       dict(negative_threshold=0.5),
+                                       dict(positive_threshold=-0.5, negative_threshold=0.5)])
+def test_a_threshold_of_the_wrong_sign_is_refused(arguments: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"must be (above|below) zero, not"):
+        TwoBitConfig.from_arguments(**arguments)
+
+
+def test_both_ways_to_give_thresholds_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match="leave out positive_threshold=0.2"):
+        TwoBitConfig.from_arguments(0.5, positive_threshold=0.2)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "8", True, math.nan])
+def test_an_unusable_min_elements_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="min_elements"):
+        TwoBitConfig.from_arguments(min_elements=value)
+
+
+@pytest.mark.parametrize("unknown, nearest", [("treshold", "threshold"), ("pos_threshold", "positive_threshold"),
+                                              ("min_element", "min_elements")])
+def test_an_unknown_argument_is_refused_with_the_nearest_one(unknown: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown argument {unknown}=0.5 \(did you mean {nearest}\?\)"):
+        TwoBitConfig.from_arguments(**{unknown: 0.5})
+
+
+def test_an_argument_like_no_other_is_refused_with_the_list() -> None:
+    with pytest.raises(ConfigError, match="known: threshold, positive_threshold, negative_threshold, min_elements"):
+        TwoBitConfig.from_arguments(zzz=1)
+
+
+def test_mxnets_dictionaries_are_understood() -> None:
+    full = {"compress": "2bit", "positive_threshold": 0.25, "negative_threshold": -0.75}
+    assert TwoBitConfig.from_params(full) == TwoBitConfig(0.25, -0.75)
+    assert TwoBitConfig.from_params({"compress": "2bit"}) == TwoBitConfig(0.5, -0.5)
+    assert TwoBitConfig.from_params({"type": "2bit", "threshold": 0.125}) == TwoBitConfig(0.125, -0.125)
+    assert TwoBitConfig.from_params({"type": "2bit"}) == TwoBitConfig(0.5, -0.5)
+
+
+def test_further_arguments_go_beside_the_dictionary() -> None:
+    assert TwoBitConfig.from_params({"compress": "2bit"}, min_elements=0) == TwoBitConfig(0.5, -0.5, 0)
+    with pytest.raises(ConfigError, match="those of the dictionary"):
+        TwoBitConfig.from_params({"compress": "2bit"}, threshold=0.1)
+    with pytest.raises(ConfigError, match="did you mean min_elements"):
+        TwoBitConfig.from_params({"compress": "2bit"}, min_element=0)
+
+
+@pytest.mark.parametrize("params, message", [
+    ({"compress": "2bit", "pos_threshold": 0.5}, r"pos_threshold=0.5 \(did you mean positive_threshold\?\)"),
+    ({"type": "2bit", "treshold": 0.5}, r"treshold=0.5 \(did you mean threshold\?\)"),
+    ({"compress": "2bit", "threshold": 0.5}, "unknown key threshold=0.5"),
+    ({"compress": "1bit"}, "'compress': '1bit' is not a compression"),
+    ({"compress": "2Bit"}, "did you mean 2bit"),
+    ({"compress": None}, "'compress': None"),
+    ({"type": 2}, "'type': 2"),
+    ({"compress": "2bit", "type": "2bit"}, "two different forms"),
+    ({}, 'the key "compress" is missing'),
+    ({"positive_threshold": 0.5}, 'the key "compress" is missing'),
+    ({"compres": "2bit"}, r"compres='2bit' \(did you mean compress\?\)"),
+    ({3: "2bit"}, "unknown key 3"),
+    ("2bit", "takes a dictionary"),
+    (None, "takes a dictionary"),
+    ([("compress", "2bit")], "takes a dictionary"),
+])
+def test_a_dictionary_that_is_not_mxnets_is_refused(params: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TwoBitConfig.from_params(params)
+
+
+@pytest.mark.parametrize("value", BAD_THRESHOLDS, ids=SHORT)
+@pytest.mark.parametrize("selector, key", [("compress", "positive_threshold"), ("compress", "negative_threshold"),
+                                           ("type", "threshold")])
+def test_an_unusable_value_in_a_dictionary_is_refused_with_its_key(selector: str, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key):
+        TwoBitConfig.from_params({selector: "2bit", key: value})
+
+
+def test_errors_are_of_one_family_and_also_value_errors() -> None:
+    assert issubclass(ConfigError, TwoBitError) and issubclass(ConfigError, ValueError)
+
+
+def test_description_names_the_arguments_that_make_the_configuration() -> None:
+    for config in (TwoBitConfig(), TwoBitConfig(0.25, -0.75, 0)):
+        assert eval(f"TwoBitConfig.from_arguments({describe(config)})") == config

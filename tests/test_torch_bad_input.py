@@ -1,0 +1,126 @@
+"""PyTorch: mistakes are clear errors on every rank, neither hangs nor wrong sums."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import types
+
+import horovod
+import pytest
+
+from hvd_twobit.errors import UnsupportedHorovodError
+
+from .launcher import REPOSITORY, run_ranks
+
+UNSUPPORTED = r"UnsupportedOperationError: TwoBit cannot be used with op=hvd\.{}: two-bit codes can be summed"
+MESSAGES = {
+    "adasum": UNSUPPORTED.format("Adasum"),
+    "minimum": UNSUPPORTED.format("Min"),
+    "maximum": UNSUPPORTED.format("Max"),
+    "product": UNSUPPORTED.format("Product"),
+    "plain_allreduce": r"UnsupportedOperationError: .*leave compression out here",
+    "complex_gradients": r"UnsupportedOperationError: tensor 'complex\.a' has a gradient of dtype torch\.complex64",
+    "residuals_of_another_optimizer": r"ConfigError: SGD has no residuals: it was not made by",
+    "unknown_argument": r"ConfigError: unknown argument treshold=0\.1 \(did you mean threshold\?\)",
+    "duplicate_names": r"ValueError: Parameter names in named_parameters must be unique. Found duplicates: twice",
+    "overlapping_optimizers_with_equal_names": r"DisagreementError: rank {rank} cannot exchange the gradient of "
+                                               r"'overlapping\.a' while another",
+    "another_shape_under_a_known_name": r"ResidualError: tensor 'known_name\.a' has shape \(11,\), but its residual",
+    "another_version_of_payload": r"PayloadError: tensor 'another_version\.a': the payload of rank \d has version \d",
+    "another_min_elements": r"DisagreementError: .* seen by rank {rank}: tensor 'another_min_elements\.bias' \(40 "
+                            r"elements\) is compressed by rank 0 and not by rank 1: min_elements is 0 on rank 0 and "
+                            r"1024 on rank 1; give every rank the same",
+    "another_min_elements_in_a_group": r"DisagreementError: .* tensor 'in_a_group\.bias' \(40 elements\) is compressed",
+    "frozen_on_one_rank": r"DisagreementError: .* tensor 'frozen\.b' is exchanged by rank 0 and not by rank 1",
+    "another_shape_on_one_rank": r"DisagreementError: .* tensor 'another_shape\.a' has 10 elements on rank 0 and 11 on",
+}
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, str]]:
+    """What each of two real ranks was told in every scenario."""
+    return run_ranks(2, "tests.scenarios.torch_bad_input:run")
+
+
+@pytest.mark.parametrize("scenario", MESSAGES)
+def test_every_rank_is_told_what_is_wrong(scenario: str, told: list[dict[str, str]]) -> None:
+    for rank, messages in enumerate(told):
+        assert re.match(MESSAGES[scenario].replace("{rank}", str(rank)), messages[scenario]), messages[scenario]
+
+
+def test_two_optimizers_with_equal_names_keep_their_own_residuals() -> None:
+    for result in run_ranks(2, "tests.scenarios.torch_bad_input:two_optimizers"):
+        assert result["distinct"]
+        # 3 * 0.125 < 0.5: nothing sent. 0.25, 0.5 -> sent, 0.25: one step of lr 0.25 times the average 0.5.
+        assert (result["residuals"][0] == 0.375).all() and (result["weights"][0] == 0).all()
+        assert (result["residuals"][1] == 0.25).all() and (result["weights"][1] == -0.125).all()
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=REPOSITORY, text=True, timeout=120,
+                          env={**os.environ, **environment}, capture_output=True)
+
+
+def test_use_before_init_is_told() -> None:
+    ran = run_python("""
+        import torch, horovod.torch as hvd
+        from hvd_twobit.torch import TwoBit
+        layer = torch.nn.Linear(3, 3)
+        hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1), compression=TwoBit)
+    """)
+    assert ran.returncode == 1 and "Horovod has not been initialized; use hvd.init()" in ran.stderr
+
+
+ONE_PROCESS = """
+    import torch, horovod.torch as hvd
+    from hvd_twobit.torch import TwoBit, residuals_of
+    hvd.init()
+    layer = torch.nn.Linear(3, 2, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1),
+                                         named_parameters=layer.named_parameters(),
+                                         compression=TwoBit(threshold=0.5, min_elements=0))
+    layer(torch.full((1, 3), 0.75)).sum().backward()
+    optimizer.step()
+    print(layer.weight.flatten().tolist(), {name: residuals_of(optimizer)[name].ravel().tolist() for name in residuals_of(optimizer)})
+"""
+
+
+def test_one_process_trains_uncompressed_as_horovod_registers_no_hooks() -> None:
+    ran = run_python(ONE_PROCESS)
+    assert ran.stdout.strip() == f"{[-0.75] * 6} {{}}", ran.stderr
+
+
+def test_one_rank_of_an_elastic_job_compresses_as_it_will_with_more() -> None:
+    ran = run_python(ONE_PROCESS, HOROVOD_ELASTIC="1")
+    assert ran.stdout.strip() == f"{[-0.5] * 6} {{'weight': {[0.25] * 6}}}", ran.stderr
+
+
+def test_an_unsupported_horovod_is_refused_at_import() -> None:
+    ran = run_python("""
+        import horovod
+        horovod.__version__ = "0.27.0"
+        import hvd_twobit.torch
+    """)
+    assert ran.returncode == 1
+    assert "UnsupportedHorovodError: Horovod 0.27.0 is installed, hvd_twobit supports Horovod 0.28.1" in ran.stderr
+
+
+def test_a_horovod_of_another_form_is_refused_at_import() -> None:
+    from horovod.torch import optimizer as horovod_optimizer
+
+    from hvd_twobit.torch.hook import check_horovod
+
+    class Changed(horovod_optimizer._DistributedOptimizer):
+        def _allreduce_grad_async(self, p, name):
+            """Takes a name, as no released Horovod does."""
+
+    with pytest.raises(UnsupportedHorovodError, match=r"Changed\._allreduce_grad_async is not that of a released "
+                                                      r"Horovod 0\.28\.1: parameters \['self', 'p', 'name'\], expected"):
+        check_horovod(horovod.__version__, Changed, horovod_optimizer._DistributedAdasumOptimizer)
+    with pytest.raises(UnsupportedHorovodError, match="parameters None"):
+        check_horovod(horovod.__version__, types.SimpleNamespace, horovod_optimizer._DistributedAdasumOptimizer)
