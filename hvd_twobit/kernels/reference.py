@@ -106,7 +106,7 @@ def _pack(codes: np.ndarray) -> np.ndarray:
 def _unpack(packed: np.ndarray) -> np.ndarray:
     """The inverse of ``_pack``, for k rows at a time: uint8[k, bytes] to codes uint8[k, 4 * bytes]."""
     codes = np.stack([packed >> 6 & 3, packed >> 4 & 3, packed >> 2 & 3, packed & 3], axis=-1)
-    return codes.reshape(packed.shape[0], -1)
+    return codes.reshape(packed.shape[0], 4 * packed.shape[1])
 
 
 def _sum_in_lanes(magnitude: np.ndarray) -> np.float32:

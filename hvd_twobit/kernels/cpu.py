@@ -1,0 +1,276 @@
+"""The kernels in Numba: what training uses. Bit-equal to ``reference.py``, at the speed of memory, on one thread.
+
+The loops go over words of 16 elements, whose arithmetic ``vectors.py`` writes out; this file says which words, blocks
+and ranks. Nothing checks bounds: the checks of arguments in ``__init__`` guard the loops. They release the GIL, use
+no thread pool and no memory that grows with the gradient, neither reorder nor fuse float32 operations, do not depend
+on whether the calling thread flushes subnormal numbers to zero, and may run in several threads at once.
+
+Importing this module compiles both loops, 3 seconds on one core; the machine code is cached in ``__pycache__`` (or in
+Numba's ``NUMBA_CACHE_DIR``) and later processes load it in 0.2 seconds. Where no directory is writable, every process
+compiles. Each loop has exactly one signature, so that processes which start together write identical cache files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numba import __version__ as numba_version
+from numba import njit, types
+from numba.core.registry import cpu_target
+
+from . import ELEMENTS_PER_WORD, SUM_CHUNK_ELEMENTS, Quantizer, block_count
+from . import check_quantize_arguments, check_unpack_arguments
+from . import vectors
+from .vectors import SHIFTS, add_word, enter_ieee, leave_ieee, quantize_word, store_word
+
+_LOG = logging.getLogger(__name__)
+
+_ONE, _ZERO = np.float32(1), np.float32(0)
+_ALL_BITS = np.uint32(0xFFFFFFFF)
+
+
+def quantize_pack(gradient: np.ndarray, residual: np.ndarray, packed: np.ndarray,
+                  quantizer: Quantizer) -> tuple[np.ndarray, np.ndarray]:
+    """Add ``gradient`` to ``residual``, take out what two bits can say of it, and pack the codes.
+
+    Args:
+        gradient: float32[n], not changed.
+        residual: float32[n], updated in place. Where the sum is not finite it keeps its value.
+        packed: uint8[4 * ceil(n / 16)], overwritten; bits beyond element n are zero.
+        quantizer: thresholds and levels, one per block.
+
+    Returns:
+        ``(selected_sum, selected_count)``, float32[blocks] and uint32[blocks], as ``reference.quantize_pack``.
+
+    Raises:
+        ValueError: the arrays do not fit each other.
+    """
+    check_quantize_arguments(gradient, residual, packed, quantizer)
+    blocks = block_count(gradient.size, quantizer.block_elements)
+    selected_sum, selected_count = np.empty(blocks, np.float32), np.empty(blocks, np.uint32)
+    _quantize_blocks(gradient, residual, packed, quantizer.block_elements,
+                     quantizer.positive_threshold, quantizer.negative_threshold,
+                     quantizer.positive_level, quantizer.negative_level, selected_sum, selected_count)
+    return selected_sum, selected_count
+
+
+def unpack_sum(packed: np.ndarray, levels: np.ndarray, block_elements: int, out: np.ndarray,
+               scale: float = 1.0) -> None:
+    """Overwrite ``out`` with the sum of k ranks' codes times their levels, then scaled.
+
+    Args:
+        packed: uint8[k, 4 * ceil(n / 16)]; rows may lie apart.
+        levels: float32[k, blocks, 2], the positive and the negative level of each rank.
+        block_elements: elements of a block, a multiple of 16.
+        out: float32[n], overwritten.
+        scale: what the float32 sum is multiplied by, in float64 and rounded to float32 once, as Horovod scales.
+
+    Raises:
+        ValueError: the arrays do not fit each other.
+    """
+    check_unpack_arguments(packed, levels, block_elements, out)
+    scratch = np.empty(SUM_CHUNK_ELEMENTS + ELEMENTS_PER_WORD, np.float32)
+    _unpack_blocks(packed, levels, block_elements, out, scale, scratch)
+
+
+def _compiled(signature) -> Callable[[Callable], Callable]:
+    """Compile now for one signature; cached on disk, or where that fails (nothing is writable) for this process.
+
+    The name of Numba's cache files gets a digest of all that the machine code depends on. Numba alone keeps that in
+    an index which it writes before the code, and numbers the code's files: processes that start together after an
+    update, or on different CPUs with one file system, could load each other's code.
+    """
+    def decorate(function: Callable) -> Callable:
+        try:
+            depends_on = (Path(__file__).read_bytes(), Path(vectors.__file__).read_bytes(), ELEMENTS_PER_WORD,
+                          SUM_CHUNK_ELEMENTS, numba_version, cpu_target.target_context.codegen().magic_tuple())
+            function.__qualname__ += "_" + hashlib.sha256(repr(depends_on).encode()).hexdigest()[:16]
+            return njit(signature, nogil=True, cache=True)(function)
+        except (RuntimeError, OSError) as error:
+            _LOG.info("machine code of %s is not cached, every process compiles it: %s", function.__name__, error)
+            return njit(signature, nogil=True)(function)
+
+    return decorate
+
+
+def _array(dtype: types.Type, dimensions: int, layout: str = "C", readonly: bool = False) -> types.Array:
+    return types.Array(dtype, dimensions, layout, readonly=readonly, aligned=False)
+
+
+@njit
+def _quantize_words(gradient, residual, start, stop, packed, byte, valid, thresholds, levels, lanes):
+    """Quantize the whole words ``start`` to ``stop`` into ``packed[byte:]``; returns how many elements were selected.
+
+    Bits of codes that are not in ``valid`` become zero.
+    """
+    selected = 0
+    for element in range(start, stop, ELEMENTS_PER_WORD):
+        selected += quantize_word(gradient, residual, element, packed, byte, valid, thresholds, levels, lanes)
+        byte += 4
+    return selected
+
+
+@njit
+def _quantize_part_of_word(gradient, residual, start, stop, packed, byte, thresholds, levels, lanes, padded):
+    """Quantize the last ``stop - start`` < 16 elements by way of ``padded`` f32[2, 16]; returns how many selected."""
+    padded_gradient, padded_residual = padded[0], padded[1]
+    valid, begin, end = np.uint32(0), np.int64(0), np.int64(ELEMENTS_PER_WORD)
+    for element in range(ELEMENTS_PER_WORD):
+        inside = start + element < stop
+        padded_gradient[element] = gradient[start + element] if inside else _ZERO
+        padded_residual[element] = residual[start + element] if inside else _ZERO
+        valid = np.uint32(valid | (np.uint32(3 if inside else 0) << np.uint32(SHIFTS[element])))
+    selected = _quantize_words(padded_gradient, padded_residual, begin, end, packed, byte, valid, thresholds, levels,
+                               lanes)
+    for element in range(stop - start):
+        residual[start + element] = padded_residual[element]
+    return selected
+
+
+@njit
+def _add_lanes(lanes):
+    """Sum of 16 float32 lanes by halving, as ``reference.py`` defines it."""
+    width = ELEMENTS_PER_WORD // 2
+    while width:
+        for lane in range(width):
+            lanes[lane] += lanes[lane + width]
+        width //= 2
+    return lanes[0]
+
+
+@_compiled(types.void(_array(types.float32, 1, readonly=True), _array(types.float32, 1), _array(types.uint8, 1),
+                      types.int64, *[_array(types.float32, 1, readonly=True)] * 4,
+                      _array(types.float32, 1), _array(types.uint32, 1)))
+def _quantize_blocks(gradient, residual, packed, block_elements, positive_threshold, negative_threshold,
+                     positive_level, negative_level, selected_sum, selected_count):
+    """Quantize block by block, and chunk by chunk of the sum within a block."""
+    lanes = np.empty(ELEMENTS_PER_WORD, np.float32)
+    padded = np.empty((2, ELEMENTS_PER_WORD), np.float32)
+    environment = enter_ieee()
+    for block in range(selected_sum.size):
+        thresholds = (positive_threshold[block], negative_threshold[block])
+        levels = (positive_level[block], negative_level[block])
+        block_start = block * block_elements
+        block_stop = min(block_start + block_elements, gradient.size)
+        total, selected = 0.0, 0
+        for start in range(block_start, block_stop, SUM_CHUNK_ELEMENTS):
+            stop = min(start + SUM_CHUNK_ELEMENTS, block_stop)
+            whole_stop = stop - stop % ELEMENTS_PER_WORD
+            for lane in range(ELEMENTS_PER_WORD):
+                lanes[lane] = _ZERO
+            selected += _quantize_words(gradient, residual, start, whole_stop, packed, start // 4, _ALL_BITS,
+                                        thresholds, levels, lanes)
+            if whole_stop < stop:
+                selected += _quantize_part_of_word(gradient, residual, whole_stop, stop, packed, whole_stop // 4,
+                                                   thresholds, levels, lanes, padded)
+            total += np.float64(_add_lanes(lanes))
+        selected_sum[block] = np.float32(total)
+        selected_count[block] = selected
+    leave_ieee(environment)
+
+
+@njit
+def _have_equal_levels(levels, block):
+    """Whether all ranks (one at least) have the same levels in this block."""
+    for rank in range(levels.shape[0]):
+        for side in range(2):
+            if levels[rank, block, side] != levels[0, block, side]:
+                return False
+    return levels.shape[0] > 0
+
+
+@njit
+def _weigh(positives, negatives, positive_level, negative_level):
+    """Sum of so many codes 11 and 10 (float32 counts), where all ranks have the same levels."""
+    if positive_level == -negative_level:
+        return (positives - negatives) * positive_level
+    return positives * positive_level + negatives * negative_level
+
+
+@njit
+def _scaled(total, scale):
+    """A float32 times a float64, rounded to float32 once."""
+    return np.float32(np.float64(total) * scale)
+
+
+@njit
+def _decode_words(packed, rank, word, values, out):
+    """Overwrite ``out``, whole words, with the values of one rank's codes from ``word`` on."""
+    for i in range(out.size // ELEMENTS_PER_WORD):
+        store_word(packed, rank, word + i, values, out, ELEMENTS_PER_WORD * i)
+
+
+@njit
+def _add_words(packed, rank, word, values, out):
+    """Add to ``out``, whole words, the values of one rank's codes from ``word`` on."""
+    for i in range(out.size // ELEMENTS_PER_WORD):
+        add_word(packed, rank, word + i, values, out, ELEMENTS_PER_WORD * i)
+
+
+@njit
+def _add_ranks(packed, word, values, out):
+    """Overwrite ``out`` with the sum over all ranks of the values of their codes."""
+    _decode_words(packed, 0, word, values, out)
+    for rank in range(1, packed.shape[0]):
+        _add_words(packed, rank, word, values, out)
+
+
+@njit
+def _sum_words(packed, word, levels, block, equal, scale, out, counts):
+    """Overwrite ``out``, whole words of one block, with the scaled sum of the ranks.
+
+    ``counts`` is scratch, as long as ``out`` at least.
+    """
+    ranks = packed.shape[0]
+    if not equal:
+        for i in range(out.size):
+            out[i] = _ZERO
+        for rank in range(ranks):
+            _add_words(packed, rank, word, (_ZERO, levels[rank, block, 1], levels[rank, block, 0]), out)
+        for i in range(out.size):
+            out[i] = _scaled(out[i], scale)
+        return
+    positive, negative = levels[0, block, 0], levels[0, block, 1]
+    if ranks == 1:
+        values = (_scaled(_weigh(_ZERO, _ZERO, positive, negative), scale),
+                  _scaled(_weigh(_ZERO, _ONE, positive, negative), scale),
+                  _scaled(_weigh(_ONE, _ZERO, positive, negative), scale))
+        _decode_words(packed, 0, word, values, out)
+    elif positive == -negative:
+        _add_ranks(packed, word, (_ZERO, -_ONE, _ONE), out)
+        for i in range(out.size):
+            out[i] = _scaled(_weigh(out[i], _ZERO, positive, negative), scale)
+    else:
+        counts = counts[:out.size]
+        _add_ranks(packed, word, (_ZERO, _ZERO, _ONE), out)
+        _add_ranks(packed, word, (_ZERO, _ONE, _ZERO), counts)
+        for i in range(out.size):
+            out[i] = _scaled(_weigh(out[i], counts[i], positive, negative), scale)
+
+
+@_compiled(types.void(_array(types.uint8, 2, "A", readonly=True), _array(types.float32, 3, readonly=True),
+                      types.int64, _array(types.float32, 1), types.float64, _array(types.float32, 1)))
+def _unpack_blocks(packed, levels, block_elements, out, scale, scratch):
+    """Sum block by block, and by chunks that stay in the first-level cache while ranks are added.
+
+    ``scratch`` f32[SUM_CHUNK_ELEMENTS + 16] is for counts, and at its end for the last word if that is not full.
+    """
+    last_word = scratch[SUM_CHUNK_ELEMENTS:]
+    environment = enter_ieee()
+    for block in range(levels.shape[1]):
+        equal = _have_equal_levels(levels, block)
+        block_start = block * block_elements
+        block_stop = min(block_start + block_elements, out.size)
+        for start in range(block_start, block_stop, SUM_CHUNK_ELEMENTS):
+            stop = min(start + SUM_CHUNK_ELEMENTS, block_stop)
+            whole_stop = stop - stop % ELEMENTS_PER_WORD
+            _sum_words(packed, start // ELEMENTS_PER_WORD, levels, block, equal, scale, out[start:whole_stop], scratch)
+            if whole_stop < stop:
+                _sum_words(packed, stop // ELEMENTS_PER_WORD, levels, block, equal, scale, last_word, scratch)
+                for i in range(stop - whole_stop):
+                    out[whole_stop + i] = last_word[i]
+    leave_ieee(environment)
