@@ -67,10 +67,10 @@ def check_horovod(version: str, optimizer: type, adasum: type) -> None:
                                       f"install horovod=={SUPPORTED_HOROVOD[-1]}")
     expected = [(optimizer, method, names) for method, names in _PARAMETERS.items()]
     for owner, method, names in [*expected, (adasum, "__init__", _ADASUM_PARAMETERS)]:
-        function = getattr(owner, method, None)
-        found = list(inspect.signature(function).parameters) if function else None
-        missing = [name for name in _ATTRIBUTES.get(method, ()) if owner is optimizer and function
-                   and name not in inspect.unwrap(function).__code__.co_names]
+        function = inspect.unwrap(getattr(owner, method, None) or object)
+        found = list(inspect.signature(function).parameters)
+        uses = function.__code__.co_names if inspect.isfunction(function) else ()
+        missing = [name for name in _ATTRIBUTES.get(method, ()) if owner is optimizer and name not in uses]
         if found != names or missing:
             raise UnsupportedHorovodError(
                 f"Horovod {version} is installed, but its {owner.__name__}.{method} is not that of a released "
