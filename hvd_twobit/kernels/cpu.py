@@ -16,15 +16,22 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numba import __version__ as numba_version
 from numba import njit, types
 from numba.core.registry import cpu_target
 
-from . import ELEMENTS_PER_WORD, SUM_CHUNK_ELEMENTS, Quantizer, block_count
-from . import check_quantize_arguments, check_unpack_arguments
-from . import vectors
+from . import (
+    ELEMENTS_PER_WORD,
+    SUM_CHUNK_ELEMENTS,
+    Quantizer,
+    block_count,
+    check_quantize_arguments,
+    check_unpack_arguments,
+    vectors,
+)
 from .vectors import SHIFTS, add_word, enter_ieee, leave_ieee, quantize_word, store_word
 
 _LOG = logging.getLogger(__name__)
@@ -97,7 +104,7 @@ def _compiled(signature) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def _array(dtype: types.Type, dimensions: int, layout: str = "C", readonly: bool = False) -> types.Array:
+def _array(dtype: types.Type, dimensions: int, layout: Literal["A", "C"] = "C", readonly: bool = False) -> types.Array:
     return types.Array(dtype, dimensions, layout, readonly=readonly, aligned=False)
 
 
@@ -156,7 +163,7 @@ def _quantize_blocks(gradient, residual, packed, block_elements, positive_thresh
         levels = (positive_level[block], negative_level[block])
         block_start = block * block_elements
         block_stop = min(block_start + block_elements, gradient.size)
-        total, selected = 0.0, 0
+        total, selected = np.float64(0), 0
         for start in range(block_start, block_stop, SUM_CHUNK_ELEMENTS):
             stop = min(start + SUM_CHUNK_ELEMENTS, block_stop)
             whole_stop = stop - stop % ELEMENTS_PER_WORD

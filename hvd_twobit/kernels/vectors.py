@@ -10,11 +10,12 @@ Nothing here checks bounds. Indices and offsets are int64, machine words are lit
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import extending, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from . import ELEMENTS_PER_WORD
 
@@ -27,6 +28,8 @@ Measured (quantize_pack on Ice Lake, ratio to np.add): none 1.11, 512 bytes 1.01
 
 _IEEE_MXCSR = 0x1F80
 """x86's control word as a process starts: round to nearest, subnormal numbers kept, no traps."""
+
+intrinsic: Any = extending.intrinsic  # its annotations do not know that Numba passes the typing context by itself
 
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS = ir.VectorType(_F32, ELEMENTS_PER_WORD)

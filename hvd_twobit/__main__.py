@@ -1,0 +1,5 @@
+"""``python -m hvd_twobit``: the command ``hvd-twobit``."""
+
+from .cli import main
+
+main()
