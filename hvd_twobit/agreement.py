@@ -35,7 +35,7 @@ class Statement:
     tensors: tuple[tuple[str, int, bool], ...]
 
     def digest(self) -> bytes:
-        """32 bytes that are equal where statements mean the same collectives (``min_elements`` itself does not count)."""
+        """32 bytes, equal where statements mean the same collectives; ``min_elements`` itself does not count."""
         content = json.dumps([VERSION, self.tensors]).encode()
         return _MAGIC + hashlib.blake2b(content, digest_size=NBYTES - len(_MAGIC)).digest()
 
@@ -69,9 +69,9 @@ def difference(statements: bytes) -> str:
             if compressed != their_compressed:
                 yes, no = (0, rank) if compressed else (rank, 0)
                 return (f"tensor {name!r} ({elements} elements) is compressed by rank {yes} and not by rank {no}: "
-                        f"min_elements is {first['min_elements']} on rank 0 and {other['min_elements']} on rank {rank}; "
-                        "give every rank the same")
-    return "the statements of all ranks are equal, their digests were not: the bytes were damaged on the way"
+                        f"min_elements is {first['min_elements']} on rank 0 and {other['min_elements']} on rank {rank};"
+                        " give every rank the same")
+    return "the statements of all ranks are equal, but their digests were not: bytes were damaged on the way"
 
 
 def _by_name(statement: dict) -> dict[str, Sequence]:

@@ -12,7 +12,7 @@ import math
 import numbers
 import struct
 from collections.abc import Iterable, Mapping
-from typing import Any, Optional
+from typing import Any
 
 from .errors import ConfigError
 
@@ -159,7 +159,7 @@ def _did_you_mean(name: Any, known: list[str]) -> str:
 
 def describe(config: TwoBitConfig) -> str:
     """The arguments that make ``config``, for a ``repr``."""
-    fields: list[tuple[str, Optional[float]]]
+    fields: list[tuple[str, float | None]]
     if config.positive_threshold == -config.negative_threshold:
         fields = [("threshold", config.positive_threshold)]
     else:

@@ -98,7 +98,8 @@ def split(gathered: np.ndarray, ranks: int, elements: int, tensor: str) -> tuple
 
 
 def _parse(payload: np.ndarray, elements: int, whose: str) -> Header:
-    magic, version, flags, reserved, count, block_elements, positive, negative, reserved_end = _HEADER.unpack_from(payload)
+    fields = _HEADER.unpack(payload[:HEADER_NBYTES].tobytes())
+    magic, version, flags, reserved, count, block_elements, positive, negative, reserved_end = fields
     if magic != MAGIC:
         raise PayloadError(f"{whose} begins with {magic!r} instead of {MAGIC!r}: it was not sent by hvd_twobit")
     if version != VERSION:
@@ -109,7 +110,7 @@ def _parse(payload: np.ndarray, elements: int, whose: str) -> Header:
                            "build the same model on every rank")
     if flags or reserved or block_elements or reserved_end:
         raise PayloadError(f"{whose} has flags {flags:#x}, block_elements {block_elements} and reserved fields "
-                           f"{reserved:#x}, {reserved_end:#x}, where version {VERSION} has zeros: the bytes are damaged")
+                           f"{reserved:#x}, {reserved_end:#x}, where version {VERSION} has zeros: bytes are damaged")
     if not (positive > 0 and math.isfinite(positive)):
         raise PayloadError(f"{whose} has a positive_level of {positive!r}, which is not a finite number above zero")
     if not (negative < 0 and math.isfinite(negative)):

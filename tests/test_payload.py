@@ -16,7 +16,8 @@ from hvd_twobit.payload import ALIGNMENT, HEADER_NBYTES, Header, codes_of, paylo
 ELEMENTS = 100
 
 
-def payload_of(elements: int = ELEMENTS, positive: float = 0.5, negative: float = -0.25, fill: int = 0xE4) -> np.ndarray:
+def payload_of(elements: int = ELEMENTS, positive: float = 0.5, negative: float = -0.25,
+               fill: int = 0xE4) -> np.ndarray:
     payload = np.full(payload_nbytes(elements), 0xAA, np.uint8)
     write_header(payload, Header(elements, positive, negative))
     codes_of(payload, elements)[:] = fill
@@ -24,8 +25,8 @@ def payload_of(elements: int = ELEMENTS, positive: float = 0.5, negative: float 
 
 
 def test_bytes_are_those_of_the_table_in_the_module() -> None:
-    payload = payload_of(20)
-    assert payload.tobytes() == struct.pack("<4sBBHQIffI", b"2BIT", 1, 0, 0, 20, 0, 0.5, -0.25, 0) + b"\xe4" * 8 + bytes(8)
+    header = struct.pack("<4sBBHQIffI", b"2BIT", 1, 0, 0, 20, 0, 0.5, -0.25, 0)
+    assert payload_of(20).tobytes() == header + b"\xe4" * 8 + bytes(8)
 
 
 @given(st.integers(0, 10**12))

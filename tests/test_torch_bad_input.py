@@ -86,7 +86,8 @@ ONE_PROCESS = """
                                          compression=TwoBit(threshold=0.5, min_elements=0))
     layer(torch.full((1, 3), 0.75)).sum().backward()
     optimizer.step()
-    print(layer.weight.flatten().tolist(), {name: residuals_of(optimizer)[name].ravel().tolist() for name in residuals_of(optimizer)})
+    residuals = residuals_of(optimizer)
+    print(layer.weight.flatten().tolist(), {name: residuals[name].ravel().tolist() for name in residuals})
 """
 
 
@@ -119,8 +120,9 @@ def test_a_horovod_of_another_form_is_refused_at_import() -> None:
         def _allreduce_grad_async(self, p, name):
             """Takes a name, as no released Horovod does."""
 
-    with pytest.raises(UnsupportedHorovodError, match=r"Changed\._allreduce_grad_async is not that of a released "
-                                                      r"Horovod 0\.28\.1: parameters \['self', 'p', 'name'\], expected"):
+    told = (r"Changed\._allreduce_grad_async is not that of a released Horovod 0\.28\.1: "
+            r"parameters \['self', 'p', 'name'\], expected")
+    with pytest.raises(UnsupportedHorovodError, match=told):
         check_horovod(horovod.__version__, Changed, horovod_optimizer._DistributedAdasumOptimizer)
     with pytest.raises(UnsupportedHorovodError, match=r"its SimpleNamespace\.__init__ is not"):
         check_horovod(horovod.__version__, types.SimpleNamespace, horovod_optimizer._DistributedAdasumOptimizer)

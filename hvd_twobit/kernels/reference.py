@@ -10,8 +10,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import (CODE_NEGATIVE, CODE_NOT_FINITE, CODE_POSITIVE, CODE_ZERO, ELEMENTS_PER_WORD, SUM_CHUNK_ELEMENTS,
-               Quantizer, block_count, check_quantize_arguments, check_unpack_arguments)
+from . import (
+    CODE_NEGATIVE,
+    CODE_NOT_FINITE,
+    CODE_POSITIVE,
+    CODE_ZERO,
+    ELEMENTS_PER_WORD,
+    SUM_CHUNK_ELEMENTS,
+    Quantizer,
+    block_count,
+    check_quantize_arguments,
+    check_unpack_arguments,
+)
 
 
 def quantize_pack(gradient: np.ndarray, residual: np.ndarray, packed: np.ndarray,

@@ -1,4 +1,4 @@
-"""PyTorch front end: ``hvd.DistributedOptimizer(opt, ..., compression=TwoBit)`` with ``import horovod.torch as hvd``."""
+"""PyTorch front end: ``hvd.DistributedOptimizer(opt, ..., compression=TwoBit)``, ``hvd`` being horovod.torch."""
 
 from . import hook
 from .compressor import TwoBit

@@ -7,7 +7,7 @@ training, so one instance may serve several optimizers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, Optional
+from typing import Any, NoReturn
 
 import torch
 from horovod.torch.compression import Compressor
@@ -47,8 +47,8 @@ class TwoBit(Compressor):
     error feedback.
     """
 
-    def __init__(self, threshold: Optional[float] = None, *, positive_threshold: Optional[float] = None,
-                 negative_threshold: Optional[float] = None, min_elements: Optional[int] = None,
+    def __init__(self, threshold: float | None = None, *, positive_threshold: float | None = None,
+                 negative_threshold: float | None = None, min_elements: int | None = None,
                  **unknown: Any) -> None:
         self.config = TwoBitConfig.from_arguments(threshold, positive_threshold, negative_threshold,
                                                   min_elements=min_elements, **unknown)
@@ -79,10 +79,10 @@ class TwoBit(Compressor):
         """
         raise UnsupportedOperationError(
             "TwoBit compresses the gradients of hvd.DistributedOptimizer(..., compression=TwoBit); a single "
-            "hvd.allreduce cannot use it, because two-bit codes cannot be summed on the way: leave compression out here")
+            "hvd.allreduce cannot use it, as two-bit codes cannot be summed on the way: leave compression out here")
 
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Optional[Pending]) -> torch.Tensor:
+    def decompress(tensor: torch.Tensor, ctx: Pending | None) -> torch.Tensor:
         """Horovod's second half of an exchange: the gradient for what a collective returned.
 
         Args:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Optional, Union
+from typing import Any, NoReturn, Union
 
 import horovod.torch as hvd
 import numpy as np
@@ -60,10 +60,11 @@ class Exchange:
         self._config = config
         self._op = op
         # As Horovod splits an average: it divides the sum by the number of ranks itself.
-        self._prescale, self._postscale = (1.0 / predivide_factor, predivide_factor) if op == hvd.Average else (1.0, 1.0)
+        factor = predivide_factor if op == hvd.Average else 1.0
+        self._prescale, self._postscale = 1.0 / factor, factor
         self._process_set = process_set
         self._statement = Statement(config.min_elements, ())
-        self._agreement: Optional[int] = None
+        self._agreement: int | None = None
         self._in_flight: dict[str, Handle] = {}
 
     def declare(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -217,7 +218,7 @@ class _Group:
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
-        self._outputs: Optional[Sequence[torch.Tensor]] = None
+        self._outputs: Sequence[torch.Tensor] | None = None
 
     def output(self, index: int) -> torch.Tensor:
         if self._outputs is None:
@@ -256,7 +257,7 @@ def _overlap_explained(names: Sequence[str]) -> Iterator[None]:
             f"only one optimizer ({error})") from error
 
 
-def _drain(handle: Optional[Handle]) -> None:
+def _drain(handle: Handle | None) -> None:
     """Wait until Horovod no longer uses the buffers behind a handle whose result nobody wants."""
     if handle is None:
         return
@@ -266,7 +267,7 @@ def _drain(handle: Optional[Handle]) -> None:
         pass  # The collective failed with its world: its buffers are free as well.
 
 
-def _flat_float32(gradient: torch.Tensor) -> Optional[torch.Tensor]:
+def _flat_float32(gradient: torch.Tensor) -> torch.Tensor | None:
     """The gradient's memory as float32[elements] in the tensor's order, or None where it is not laid out so."""
     if gradient.dtype == torch.float32 and gradient.device.type == "cpu" and gradient.is_contiguous():
         return gradient.detach().view(-1)

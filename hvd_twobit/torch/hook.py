@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import horovod
 import horovod.torch as hvd
@@ -132,7 +132,7 @@ def load_state_dict(original: Any, self: Any, *args: Any, **kwargs: Any) -> None
     original(self, *args, **kwargs)
 
 
-def _allreduce_grad_async(original: Any, self: Any, p: torch.nn.Parameter) -> tuple[Handle, Optional[Pending]]:
+def _allreduce_grad_async(original: Any, self: Any, p: torch.nn.Parameter) -> tuple[Handle, Pending | None]:
     if self._twobit is None:
         return original(self, p)
     return _start(self, [p])[0]
@@ -160,21 +160,21 @@ def _refuse_adasum(original: Any, self: Any, params: Any, named_parameters: Any,
     original(self, params, named_parameters, compression, *args, **kwargs)
 
 
-def _instance(compression: Any) -> Optional[TwoBit]:
+def _instance(compression: Any) -> TwoBit | None:
     """The ``TwoBit`` that a user's ``compression=`` means, or None if it is another compression."""
     if isinstance(compression, type) and issubclass(compression, TwoBit):
         return compression()
     return compression if isinstance(compression, TwoBit) else None
 
 
-def _start(self: Any, ps: Sequence[torch.nn.Parameter]) -> list[tuple[Handle, Optional[Pending]]]:
+def _start(self: Any, ps: Sequence[torch.nn.Parameter]) -> list[tuple[Handle, Pending | None]]:
     """Begin the exchange of the parameters' gradients, together where they are several."""
-    started: dict[torch.nn.Parameter, tuple[Handle, Optional[Pending]]] = {}
+    started: dict[torch.nn.Parameter, tuple[Handle, Pending | None]] = {}
     dense = []
     for p in ps:
         if p.grad is None:
             # The other ranks may have computed one, and wait for this rank's.
-            p.grad = torch.zeros_like(p, memory_format=torch.preserve_format).detach()
+            p.grad = torch.zeros_like(p)
         if not p.grad.is_sparse:
             dense.append((p, p.grad))
         elif self.sparse_as_dense:

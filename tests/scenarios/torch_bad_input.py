@@ -15,12 +15,14 @@ import torch
 from hvd_twobit import payload
 from hvd_twobit.torch import TwoBit, residuals_of
 
+EVERYTHING = TwoBit(min_elements=0)
+
 
 def _parameter(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=requires_grad)
 
 
-def _optimizer(parameters: dict[str, torch.nn.Parameter], compression: Any = TwoBit(min_elements=0),
+def _optimizer(parameters: dict[str, torch.nn.Parameter], compression: Any = EVERYTHING,
                **options: Any) -> torch.optim.Optimizer:
     return hvd.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=0.25),
                                     named_parameters=list(parameters.items()), compression=compression, **options)
@@ -151,7 +153,7 @@ def run() -> dict[str, str]:
 
 
 def two_optimizers() -> dict[str, Any]:
-    """Two models with equal parameter names, each with its own optimizer, stepping in turn; and an expanded gradient."""
+    """Two models with equal parameter names, each with its own optimizer, step in turn, with expanded gradients."""
     models = [{"shared.a": _parameter(100)} for _ in range(2)]
     one_compression = TwoBit(threshold=0.5, min_elements=0)
     optimizers = [_optimizer(model, one_compression) for model in models]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -47,10 +47,10 @@ class Configuration:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dtype: str = "float32"
     shapes: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=lambda: SHAPES)
-    missing: Optional[str] = None
-    frozen: Optional[str] = None
-    transposed: Optional[str] = None
-    sparse: Optional[str] = None
+    missing: str | None = None
+    frozen: str | None = None
+    transposed: str | None = None
+    sparse: str | None = None
     clip: bool = False
     keep_zeros: bool = False
     subset: bool = False
