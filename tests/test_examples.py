@@ -15,9 +15,9 @@ from hvd_twobit.payload import payload_nbytes
 
 from .launcher import REPOSITORY, horovodrun
 
-# README, "First results": test accuracy of the three runs of `make demo`. A run on another CPU adds up in another
-# order, so one misclassified digit in a hundred more is allowed.
-STATED_ACCURACY = 0.98
+# README's table, TwoBit. A run on another CPU adds up in another order, so one more misclassified digit in a hundred
+# is allowed.
+STATED_ACCURACY = 0.9722
 ALLOWANCE = 0.01
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,15 @@ def test_loading_a_state_brings_back_the_same_bits(registry: ResidualRegistry) -
     assert other.residual("a", (2, 3)).tolist() == [3, 0, 0, 0, 0, 4]
     state["residuals"]["a"][:] = 9
     assert other.norms() == {"a": 5.0, "b": 2.0}
+
+
+def test_a_state_survives_numpys_npz_as_readme_tells(registry: ResidualRegistry, tmp_path: pathlib.Path) -> None:
+    np.savez(tmp_path / "residuals_0.npz", **registry.state_dict()["residuals"])
+    other = ResidualRegistry()
+    with np.load(tmp_path / "residuals_0.npz") as saved:
+        other.load_state_dict({"format_version": 1, "residuals": dict(saved)})
+    for name in registry:
+        np.testing.assert_array_equal(other[name], registry[name])
 
 
 def test_loading_replaces_everything(registry: ResidualRegistry) -> None:

@@ -30,9 +30,9 @@ class TwoBit(Compressor):
     magnitude of your gradients, or with ``reduction="sum"``-like losses at 0.5. Too high a threshold sends nothing
     for many steps, too low a one lags behind. Gradients are compressed per rank before they are averaged.
 
-    When not to use it: where the link carries a step's gradients in less time than the CPU takes to compress them (from
-    about 25 Gbit/s on), with one process (nothing is sent), or with more than 16 ranks, where an allgather of two bits
-    per element receives as many bytes as an fp16 allreduce.
+    When not to use it: where the link carries a step's gradients in less time than the CPU takes to compress them,
+    with one process (nothing is sent), or with more than 16 ranks, where an allgather of two bits per element receives
+    as many bytes as an fp16 allreduce.
 
     Args:
         threshold: short for ``positive_threshold=threshold, negative_threshold=-threshold``.
