@@ -24,7 +24,7 @@ class Expected:
         owner: the class or module that has it.
         function: its name there.
         parameters: names of its parameters.
-        uses: names that its code, or the code of functions and classes within it, has to mention.
+        uses: names or strings that its code, or the code of functions and classes within it, has to mention.
     """
 
     owner: Any
@@ -56,6 +56,8 @@ def _mentioned(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _mentioned(constant)
+        elif isinstance(constant, str):
+            yield constant
 
 
 def _supported() -> str:

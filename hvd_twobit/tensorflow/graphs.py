@@ -1,0 +1,73 @@
+"""What TensorFlow's graphs must tell and remember while an exchange is built: names, order, XLA.
+
+The state lies on the graph that it is about, so that it ends with the graph and a retrace begins anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from .variables import VariableResiduals, unique
+
+
+def collective_name(kind: str, label: str) -> str:
+    """A name for Horovod's operation, for ``ignore_name_scope=True``: ``twobit.<label>``, the same on every rank.
+
+    Ranks meet under the part after the last slash. It is unique in the outermost graph, so that two optimizers whose
+    variables bear equal names may exchange in one step; it depends on nothing but the order in which that graph is
+    built. The part before names the kind of operation, by which ``hvd.elastic.run`` recognizes a failed collective in
+    an error message (Horovod 0.28.1). The slash at the end tells TensorFlow to add no scope and no number.
+    """
+    graph = _outermost(tf.compat.v1.get_default_graph())
+    taken = _state(graph, "_twobit_names", set)
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", re.sub(r":0(?=$|_|\.)", "", label).replace("/", "."))
+    name = unique(f"twobit.{plain}", taken)
+    taken.add(name)
+    return f"{kind}/{name}/"
+
+
+@contextlib.contextmanager
+def following(homes: Iterable[VariableResiduals]) -> Iterator[list[Any]]:
+    """Order exchanges of one set of residuals within a function as the program does.
+
+    TensorFlow would run two exchanges in one step (a persistent tape, two losses) at once or in any order. Yields a
+    list for the results of this one. Within a ``tf.function`` only: in a session, a part of the graph may run alone.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    homes = list(homes)
+    done: list[Any] = []
+    if not hasattr(graph, "outer_graph"):
+        yield done
+        return
+    last = _state(graph, "_twobit_last", dict)
+    earlier = [tensor for home in homes for tensor in last.get(id(home), ())]
+    with tf.control_dependencies(earlier):
+        yield done
+    for home in homes:
+        last[id(home)] = [part for result in done for part in tf.nest.flatten(result, expand_composites=True)]
+
+
+def building_with_xla() -> bool:
+    """Whether the graph that is being built is to be compiled by XLA (``jit_compile=True``)."""
+    # No public function tells; TensorFlow 2.15 to 2.18 have this one.
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def _outermost(graph: Any) -> Any:
+    """The graph of the outermost function, or the graph of the session around it."""
+    in_session = not tf.compat.v1.executing_eagerly_outside_functions()
+    while hasattr(graph, "outer_graph") and (in_session or hasattr(graph.outer_graph, "outer_graph")):
+        graph = graph.outer_graph
+    return graph
+
+
+def _state(graph: Any, attribute: str, make: Any) -> Any:
+    if not hasattr(graph, attribute):
+        setattr(graph, attribute, make())
+    return getattr(graph, attribute)
