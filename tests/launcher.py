@@ -1,7 +1,8 @@
 """Run a function on real Horovod ranks, started by ``horovodrun``, and bring back what each rank returned.
 
 ``run_ranks(2, "tests.scenarios.torch_bad_input:disagreement", key=1)`` calls ``disagreement(key=1)`` on two ranks
-after ``hvd.init()`` of ``horovod.torch``, or of the module of another ``framework``; the function returns JSON values and NumPy arrays, nested in dictionaries and lists.
+after ``hvd.init()`` of ``horovod.torch``, or of another ``framework``; the function returns JSON values and NumPy
+arrays, nested in dictionaries and lists.
 Run as a module, this file is the program of one rank.
 """
 

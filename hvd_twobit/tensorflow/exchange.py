@@ -27,7 +27,7 @@ from ..config import TwoBitConfig
 from ..errors import DisagreementError, UnsupportedOperationError
 from ..payload import payload_nbytes
 from ..reduction import Reduction
-from .graphs import building_with_xla, collective_name, following
+from .graphs import building_with_xla, collective_name, following, held_until
 from .variables import VariableResiduals, unique
 
 # Horovod 0.28.1 has no bfloat16; what is not listed travels as float32.
@@ -194,11 +194,10 @@ class _Builder:
     # The agreement.
 
     def _agree(self, gradients: Sequence[Any]) -> tf.Tensor:
-        """A tensor that is there once all ranks have stated to send the same; a step in which they do not fails."""
+        """Zero, once all ranks have stated to send the same; a step in which they do not fails."""
         sizes = [tf.size(gradient) for tensor, gradient in zip(self._tensors, gradients)
                  if tensor.travel is Travel.BY_SIZE]
         process_set = self._settings.process_set
-        # Computed by a function without inputs, and not a constant: Grappler would call the collective to fold it.
         with tf.device("/cpu:0"):
             mine = tf.numpy_function(lambda *sizes: np.frombuffer(self._statement(sizes).digest(), np.uint8).copy(),
                                      sizes, tf.uint8)
@@ -209,7 +208,7 @@ class _Builder:
                 lambda digests, *sizes: digests.tobytes() == self._statement(sizes).digest() * process_set.size(),
                 [digests, *sizes], tf.bool)
             equal.set_shape([])
-            return tf.cond(equal, lambda: tf.constant(True), lambda: self._tell_difference(sizes))
+            return tf.cond(equal, lambda: tf.constant(0), lambda: self._tell_difference(sizes))
 
     def _tell_difference(self, sizes: Sequence[tf.Tensor]) -> tf.Tensor:
         line = tf.numpy_function(lambda *sizes: np.frombuffer(self._statement(sizes).to_json(), np.uint8).copy(),
@@ -222,7 +221,7 @@ class _Builder:
             raise DisagreementError(f"ranks do not agree on what to exchange, seen by rank {hvd.rank()}: "
                                     f"{difference(lines.tobytes())}")
 
-        never = tf.numpy_function(fail, [lines], tf.bool)
+        never = tf.numpy_function(fail, [lines], tf.int32)
         never.set_shape([])
         return never
 
@@ -244,14 +243,10 @@ class _Builder:
     def _compressed(self, tensors: Sequence[Tensor], gradients: Sequence[tf.Tensor],
                     agreed: tf.Tensor) -> list[tf.Tensor]:
         with tf.device("/cpu:0"):
-            payloads = [self._encode(tensor, gradient) for tensor, gradient in zip(tensors, gradients)]
-            with tf.control_dependencies([agreed]):
-                name = collective_name("HorovodAllgather", tensors[0].label)
-                options = dict(name=name, ignore_name_scope=True, process_set=self._settings.process_set)
-                if len(payloads) == 1:
-                    gathered = [hvd.allgather(payloads[0], **options)]
-                else:
-                    gathered = hvd.grouped_allgather(payloads, **options)
+            sent = [held_until(agreed, self._encode(tensor, gradient)) for tensor, gradient in zip(tensors, gradients)]
+            options = dict(name=collective_name("HorovodAllgather", tensors[0].label), ignore_name_scope=True,
+                           process_set=self._settings.process_set)
+            gathered = [hvd.allgather(sent[0], **options)] if len(sent) == 1 else hvd.grouped_allgather(sent, **options)
             return [self._decode(*parts) for parts in zip(tensors, gradients, gathered)]
 
     def _encode(self, tensor: Tensor, gradient: tf.Tensor) -> tf.Tensor:
@@ -287,24 +282,24 @@ class _Builder:
 
     def _plain(self, tensors: Sequence[Tensor], gradients: Sequence[tf.Tensor], agreed: tf.Tensor) -> list[tf.Tensor]:
         wire = tensors[0].dtype if tensors[0].dtype in _HOROVOD_DTYPES else tf.float32
-        sent = [tf.cast(gradient, wire) for gradient in gradients]
+        sent = [held_until(agreed, tf.cast(gradient, wire)) for gradient in gradients]
         reduction = self._settings.reduction
         options = dict(op=reduction.op, prescale_factor=reduction.prescale, postscale_factor=reduction.postscale,
                        device_dense=self._settings.device_dense, process_set=self._settings.process_set,
                        name=collective_name("HorovodAllreduce", tensors[0].label), ignore_name_scope=True)
-        with tf.control_dependencies([agreed]):
-            received = [hvd.allreduce(sent[0], **options)] if len(sent) == 1 else hvd.grouped_allreduce(sent, **options)
+        received = [hvd.allreduce(sent[0], **options)] if len(sent) == 1 else hvd.grouped_allreduce(sent, **options)
         return [tf.cast(part, tensor.dtype) for tensor, part in zip(tensors, received)]
 
     def _sparse(self, tensor: Tensor, slices: tf.IndexedSlices, agreed: tf.Tensor) -> tf.IndexedSlices:
         """As Horovod reduces ``tf.IndexedSlices``: the slices of all ranks, one after the other."""
         wire = tensor.dtype if tensor.dtype in _HOROVOD_DTYPES else tf.float32
         settings = self._settings
-        with tf.device(settings.device_sparse), tf.control_dependencies([agreed]):
+        with tf.device(settings.device_sparse):
             values, indices = (
-                hvd.allgather(part, name=collective_name("HorovodAllgather", f"{tensor.label}.{kind}"),
+                hvd.allgather(held_until(agreed, part), name=collective_name("HorovodAllgather", name),
                               ignore_name_scope=True, process_set=settings.process_set)
-                for kind, part in (("values", tf.cast(slices.values, wire)), ("indices", slices.indices)))
+                for name, part in ((f"{tensor.label}.values", tf.cast(slices.values, wire)),
+                                   (f"{tensor.label}.indices", slices.indices)))
             if settings.reduction.averages:
                 values /= tf.cast(hvd.size_op(settings.process_set.process_set_id), wire)
         return tf.IndexedSlices(tf.cast(values, tensor.dtype), indices, slices.dense_shape)

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from ..errors import ConfigError
 from .variables import VariableResiduals, unique
 
 
@@ -51,6 +52,39 @@ def following(homes: Iterable[VariableResiduals]) -> Iterator[list[Any]]:
         yield done
     for home in homes:
         last[id(home)] = [part for result in done for part in tf.nest.flatten(result, expand_composites=True)]
+
+
+def held_until(agreed: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor, once ``agreed`` is there (a zero, known in the step only); to be handed to a collective.
+
+    A control dependency is not enough: Horovod 0.28.1 does not declare its operations stateful, so TensorFlow would
+    call a collective of a constant gradient to fold it while it optimizes the graph, before ranks have agreed. A shape
+    that is not known before the step prevents that, and costs no copy.
+    """
+    held = tf.reshape(tensor, tf.shape(tensor) + agreed)
+    held.set_shape(tensor.shape)
+    return held
+
+
+def refuse_argument(variable: tf.Variable) -> None:
+    """Raise ConfigError for a variable that a function gets as an argument.
+
+    TensorFlow traces such a function with the first variable and then calls the same graph with others of its shape,
+    so the graph cannot tell whose residual to use.
+
+    Raises:
+        ConfigError: a function that is being traced has the variable among its arguments.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while hasattr(graph, "outer_graph"):
+        # TensorFlow 2.15 names what a graph takes from its surroundings after the operation that uses it, with a
+        # slash, or with a number, and an argument as the user does.
+        name = graph.capture(variable.handle).op.name
+        if "/" not in name and not name.partition("_")[0].isdigit():
+            raise ConfigError(f"variable {variable.name!r} is the argument {name!r} of a tf.function, which may be "
+                              "called with another one without being traced again, so that TwoBit could not tell whose "
+                              "residual to use: let the function take the variable from its surroundings instead")
+        graph = graph.outer_graph
 
 
 def building_with_xla() -> bool:

@@ -25,7 +25,8 @@ from ..reduction import Reduction, refuse_op
 from ..residuals import ResidualRegistry
 from .compressor import TwoBit
 from .exchange import Settings, describe, exchange, groups_of, labels_of
-from .variables import VariableResiduals, refuse_placeholder, residuals_of_tapes
+from .graphs import refuse_argument
+from .variables import VariableResiduals, residuals_of_tapes
 
 _TAPE = "DistributedGradientTape"
 """The name under which Horovod's tape asks for its function."""
@@ -117,8 +118,8 @@ class _AllreduceGrads:
         present = [position for position, gradient in enumerate(grads) if gradient is not None]
         variables = [vars[position] for position in present]
         named = [variable for variable in variables if isinstance(variable, tf.Variable)]
-        for variable in named:
-            refuse_placeholder(variable)
+        for variable in named if tf.compat.v1.executing_eagerly_outside_functions() else ():
+            refuse_argument(variable)
         homes = iter(self._homes(named))
         labels = labels_of(vars, use_generic_names)
         tensors = [describe(self._settings.config, grads[position], variable, labels[position],

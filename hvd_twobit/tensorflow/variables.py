@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from ..codec import Codec
 from ..config import TwoBitConfig
-from ..errors import ConfigError
 from ..residuals import ResidualRegistry
 
 
@@ -85,17 +84,6 @@ def _held(variable: tf.Variable) -> dict[Hashable, VariableResiduals]:
     if not hasattr(variable, "_twobit_residuals"):
         variable._twobit_residuals = {}
     return variable._twobit_residuals
-
-
-def refuse_placeholder(variable: tf.Variable) -> None:
-    """Raise ConfigError for a variable that stands for another one at every call of a traced function.
-
-    Raises:
-        ConfigError: the variable was handed to a ``tf.function`` as an argument and has no identity of its own.
-    """
-    if tf.compat.v1.executing_eagerly_outside_functions() and not hasattr(variable.handle, "numpy"):
-        raise ConfigError(f"variable {variable.name!r} is an argument of a tf.function, so that TwoBit cannot tell "
-                          "which variable's residual to use: let the function take it from its surroundings instead")
 
 
 def unique(name: str, taken: Any) -> str:
