@@ -4,6 +4,11 @@ For each gradient: ``numpy_function`` (encode) -> allgather -> ``numpy_function`
 trace; all that changes from step to step lies behind the NumPy functions, which TensorFlow's threads call. So this file
 must hold nothing of a step in Python, not even when Keras runs eagerly: then the graph is built once as well.
 
+Only ``encode`` is declared stateful, as it changes the residual: TensorFlow runs stateful functions one after the
+other, and so would wait for a tensor's collective before it encoded the next. The others are given inputs that are
+known in the step only, as TensorFlow would call a stateless function of constants, and the collective of its result,
+beforehand.
+
 Every step begins with the ranks' agreement (see ``agreement``). It depends on no gradient, so it is under way while
 the model computes, and every collective waits for it: ranks that would send different collectives are told so instead
 of waiting for each other.
@@ -27,7 +32,7 @@ from ..config import TwoBitConfig
 from ..errors import DisagreementError, UnsupportedOperationError
 from ..payload import payload_nbytes
 from ..reduction import Reduction
-from .graphs import building_with_xla, collective_name, following, held_until
+from .graphs import building_with_xla, collective_name, held_until
 from .variables import VariableResiduals, unique
 
 # Horovod 0.28.1 has no bfloat16; what is not listed travels as float32.
@@ -160,15 +165,10 @@ class _Builder:
                                     expand_composites=False))
 
     def _among_ranks(self, gradients: Sequence[Any]) -> list[Any]:
-        homes = {id(tensor.residuals): tensor.residuals for tensor in self._tensors if tensor.residuals is not None}
-        with following(homes.values()) as done:
-            reduced = self._after_agreement(gradients, self._agree(gradients))
-            done.extend(reduced)
-        return reduced
-
-    def _after_agreement(self, gradients: Sequence[Any], agreed: tf.Tensor) -> list[Any]:
+        agreed = self._agree(gradients)
         reduced: list[Any] = [None] * len(gradients)
-        for positions in self._alike():
+        # TensorFlow encodes in the order in which this is built: as gradients are computed, the last one first.
+        for positions in reversed(self._alike()):
             tensors, parts = [self._tensors[i] for i in positions], [gradients[i] for i in positions]
             travel = tensors[0].travel
             if travel is Travel.COMPRESSED:
@@ -206,13 +206,14 @@ class _Builder:
                                     process_set=process_set)
             equal = tf.numpy_function(
                 lambda digests, *sizes: digests.tobytes() == self._statement(sizes).digest() * process_set.size(),
-                [digests, *sizes], tf.bool)
+                [digests, *sizes], tf.bool, stateful=False)
             equal.set_shape([])
-            return tf.cond(equal, lambda: tf.constant(0), lambda: self._tell_difference(sizes))
+            return tf.cond(equal, lambda: tf.constant(0), lambda: self._tell_difference(digests, sizes))
 
-    def _tell_difference(self, sizes: Sequence[tf.Tensor]) -> tf.Tensor:
-        line = tf.numpy_function(lambda *sizes: np.frombuffer(self._statement(sizes).to_json(), np.uint8).copy(),
-                                 sizes, tf.uint8)
+    def _tell_difference(self, digests: tf.Tensor, sizes: Sequence[tf.Tensor]) -> tf.Tensor:
+        line = tf.numpy_function(
+            lambda digests, *sizes: np.frombuffer(self._statement(sizes).to_json(), np.uint8).copy(),
+            [digests, *sizes], tf.uint8, stateful=False)
         line.set_shape([None])
         lines = hvd.allgather(line, name=collective_name("HorovodAllgather", "agreement.details"),
                               ignore_name_scope=True, process_set=self._settings.process_set)
@@ -221,7 +222,7 @@ class _Builder:
             raise DisagreementError(f"ranks do not agree on what to exchange, seen by rank {hvd.rank()}: "
                                     f"{difference(lines.tobytes())}")
 
-        never = tf.numpy_function(fail, [lines], tf.int32)
+        never = tf.numpy_function(fail, [lines], tf.int32, stateful=False)
         never.set_shape([])
         return never
 
@@ -277,7 +278,7 @@ class _Builder:
             return out
 
         out = tf.numpy_function(decode, [gathered] if tensor.shape is not None else [gathered, tf.size(gradient)],
-                                tf.float32)
+                                tf.float32, stateful=False)
         return tf.cast(tf.reshape(out, tf.shape(gradient) if tensor.shape is None else tensor.shape), tensor.dtype)
 
     def _plain(self, tensors: Sequence[Tensor], gradients: Sequence[tf.Tensor], agreed: tf.Tensor) -> list[tf.Tensor]:

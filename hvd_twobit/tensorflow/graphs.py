@@ -1,20 +1,18 @@
-"""What TensorFlow's graphs must tell and remember while an exchange is built: names, order, XLA.
+"""What TensorFlow's graphs must tell and remember while an exchange is built: names, arguments, XLA.
 
 The state lies on the graph that it is about, so that it ends with the graph and a retrace begins anew.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from ..errors import ConfigError
-from .variables import VariableResiduals, unique
+from .variables import unique
 
 
 def collective_name(kind: str, label: str) -> str:
@@ -31,27 +29,6 @@ def collective_name(kind: str, label: str) -> str:
     name = unique(f"twobit.{plain}", taken)
     taken.add(name)
     return f"{kind}/{name}/"
-
-
-@contextlib.contextmanager
-def following(homes: Iterable[VariableResiduals]) -> Iterator[list[Any]]:
-    """Order exchanges of one set of residuals within a function as the program does.
-
-    TensorFlow would run two exchanges in one step (a persistent tape, two losses) at once or in any order. Yields a
-    list for the results of this one. Within a ``tf.function`` only: in a session, a part of the graph may run alone.
-    """
-    graph = tf.compat.v1.get_default_graph()
-    homes = list(homes)
-    done: list[Any] = []
-    if not hasattr(graph, "outer_graph"):
-        yield done
-        return
-    last = _state(graph, "_twobit_last", dict)
-    earlier = [tensor for home in homes for tensor in last.get(id(home), ())]
-    with tf.control_dependencies(earlier):
-        yield done
-    for home in homes:
-        last[id(home)] = [part for result in done for part in tf.nest.flatten(result, expand_composites=True)]
 
 
 def held_until(agreed: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
