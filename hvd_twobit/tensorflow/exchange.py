@@ -32,6 +32,7 @@ from ..config import TwoBitConfig
 from ..errors import DisagreementError, UnsupportedOperationError
 from ..payload import payload_nbytes
 from ..reduction import Reduction
+from .buffers import Recycled, aligned_copy
 from .graphs import building_with_xla, collective_name, held_until
 from .variables import VariableResiduals, unique
 
@@ -258,7 +259,7 @@ class _Builder:
             with lock:
                 payload = codec.encode(tensor.name, tensor.shape if shape is None else tuple(shape.tolist()), flat)
                 # The codec overwrites its memory; Horovod may still be reading that of an exchange before.
-                return _copy(payload)
+                return aligned_copy(payload)
 
         inputs = [tf.reshape(tf.cast(gradient, tf.float32), [-1])]
         payload = tf.numpy_function(encode, inputs if tensor.shape is not None else [*inputs, tf.shape(gradient)],
@@ -268,12 +269,12 @@ class _Builder:
 
     def _decode(self, tensor: Tensor, gradient: tf.Tensor, gathered: tf.Tensor) -> tf.Tensor:
         assert tensor.residuals is not None
-        codec, settings = tensor.residuals.codec(self._settings.config), self._settings
+        codec, settings, memory = tensor.residuals.codec(self._settings.config), self._settings, Recycled()
 
         def decode(gathered: np.ndarray, size: np.ndarray | None = None) -> np.ndarray:
             # Read anew at every step: an elastic job changes the number of ranks.
             ranks = settings.process_set.size()
-            out = _empty(tensor.elements if size is None else int(size), np.float32)
+            out = memory.empty(tensor.elements if size is None else int(size))
             codec.decode(tensor.name, gathered, ranks, out, settings.reduction.scale(ranks))
             return out
 
@@ -373,17 +374,3 @@ def groups_of(groups: int | Sequence[Sequence[tf.Variable]] | None, variables: S
         return [numbers[position] for position in alone]
     listed = {variable.ref(): -1 - number for number, members in enumerate(groups) for variable in members}
     return [listed.get(variable.ref(), position) for position, variable in enumerate(variables)]
-
-
-def _empty(elements: int, dtype: Any) -> np.ndarray:
-    """A new array, aligned as TensorFlow wants its tensors, which it takes from a NumPy function without a copy."""
-    size = elements * np.dtype(dtype).itemsize
-    memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start:start + size].view(dtype)
-
-
-def _copy(payload: np.ndarray) -> np.ndarray:
-    copied = _empty(payload.size, np.uint8)
-    copied[:] = payload
-    return copied
