@@ -44,6 +44,20 @@ def kernels(elements: int, repeats: int, as_json: bool) -> None:
     kernel_bench.run(elements, repeats, as_json)
 
 
+@bench.command(epilog="Example:  hvd-twobit bench frontends --ranks 4")
+@click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Ranks of each job.")
+@click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True,
+              help="Rounds to take medians over; in each, both front ends exchange once.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+def frontends(ranks: int, rounds: int, as_json: bool) -> None:
+    """Compare an exchange under TensorFlow with one under PyTorch.
+
+    Needs both front ends. Gradients of a dense model of 25 million parameters are exchanged by ranks on this machine.
+    """
+    from .bench import frontends as frontend_bench
+    frontend_bench.run(ranks, rounds, as_json)
+
+
 def main() -> None:
     """Run the command line and exit: 0, click's 1 or 2 after a mistake, or 130 after Ctrl-C."""
     try:

@@ -86,6 +86,11 @@ class Codec:
         block_elements = kernels.ELEMENTS_PER_WORD * max(1, codes.shape[1] // 4)
         self._kernels.unpack_sum(codes, self._levels.of_senders(headers), block_elements, out, scale)
 
+    def discard(self, name: str) -> None:
+        """Free what is kept of a tensor, but for its residual; nothing where the name is unknown."""
+        with self._lock:
+            self._tensors.pop(name, None)
+
     def _tensor(self, name: str, shape: tuple[int, ...], elements: int) -> _Tensor:
         with self._lock:
             tensor = self._tensors.get(name)

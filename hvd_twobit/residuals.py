@@ -57,6 +57,12 @@ class ResidualRegistry:
                 array = self._arrays[name] = np.zeros(int(np.prod(shape, dtype=np.int64)), np.float32)
             return array
 
+    def discard(self, name: str) -> None:
+        """Forget one tensor, its residual and its shape; nothing where the name is unknown."""
+        with self._lock:
+            self._arrays.pop(name, None)
+            self._shapes.pop(name, None)
+
     def __len__(self) -> int:
         return len(self._arrays)
 

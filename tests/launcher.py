@@ -1,7 +1,8 @@
 """Run a function on real Horovod ranks, started by ``horovodrun``, and bring back what each rank returned.
 
 ``run_ranks(2, "tests.scenarios.torch_bad_input:disagreement", key=1)`` calls ``disagreement(key=1)`` on two ranks
-after ``hvd.init()``; the function returns JSON values and NumPy arrays, nested in dictionaries and lists.
+after ``hvd.init()`` of ``horovod.torch``, or of another ``framework``; the function returns JSON values and NumPy
+arrays, nested in dictionaries and lists.
 Run as a module, this file is the program of one rank.
 """
 
@@ -57,11 +58,12 @@ def _of_ranks(output: str) -> str:
     return "\n".join(sorted(lines, key=lambda line: line.partition("]")[0])[-200:]) or output[-6000:]
 
 
-def run_ranks(np_ranks: int, function: str, environment: dict[str, str] | None = None, **arguments: Any) -> list[Any]:
+def run_ranks(np_ranks: int, function: str, environment: dict[str, str] | None = None, framework: str = "torch",
+              **arguments: Any) -> list[Any]:
     """Call ``module:function(**arguments)`` on every rank; the results in rank order."""
     with tempfile.TemporaryDirectory(prefix="hvd_twobit_") as folder:
-        horovodrun(np_ranks, [sys.executable, "-m", "tests.launcher", folder, function, json.dumps(arguments)],
-                   environment)
+        horovodrun(np_ranks, [sys.executable, "-m", "tests.launcher", folder, framework, function,
+                              json.dumps(arguments)], environment)
         return [_load(pathlib.Path(folder, f"{rank}")) for rank in range(np_ranks)]
 
 
@@ -87,15 +89,14 @@ def _load(stem: pathlib.Path) -> Any:
 
 
 def _main() -> None:
-    import horovod.torch as hvd
-
-    folder, function, arguments = sys.argv[1:]
+    folder, framework, function, arguments = sys.argv[1:]
+    hvd = importlib.import_module(f"horovod.{framework}")
     module, name = function.split(":")
     target = getattr(importlib.import_module(module), name)
     hvd.init()
     result = target(**json.loads(arguments))
     _save(pathlib.Path(folder, str(hvd.rank())), result)
-    hvd.barrier()
+    hvd.allgather_object(0, name="end")  # A barrier, which horovod.tensorflow does not have.
 
 
 if __name__ == "__main__":

@@ -46,3 +46,12 @@ def gradient(seed: int, rank: int, step: int, name: str, shape: Sequence[int], d
     generator = np.random.default_rng([seed, rank, step, *name.encode()])
     values = generator.standard_normal(tuple(shape)) * np.exp(generator.standard_normal(tuple(shape)))
     return np.asarray(np.clip(np.round(values * 8) / 8, -8, 8) + 0.0 if dyadic else values * 0.3, np.float32)
+
+
+def assert_same_bits(found: np.ndarray, wanted: np.ndarray, what: str) -> None:
+    """Equal dtype, shape and bits; NaNs equal one another."""
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), what
+    same = (found.view(f"u{found.itemsize}") == wanted.view(f"u{wanted.itemsize}")) if found.ndim else found == wanted
+    different = ~(same | (np.isnan(found) & np.isnan(wanted)))
+    assert not different.any(), f"{what}: {np.count_nonzero(different)} of {found.size} elements differ, " \
+                                f"first {found[different].flat[0]!r} instead of {wanted[different].flat[0]!r}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from .launcher import run_ranks
 from .scenarios import torch_optimizer as scenario
+from .simulation import assert_same_bits
 
 
 @pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"], scope="module")
@@ -45,12 +45,3 @@ def test_all_ranks_hold_identical_weights_afterwards(name: str, results: list[An
 def exchanging(name: str, results: list[Any]) -> list[Any]:
     """The results of the ranks that exchange gradients in a configuration."""
     return results[:max(1, len(results) // 2)] if scenario.CONFIGURATIONS[name].subset else results
-
-
-def assert_same_bits(found: np.ndarray, wanted: np.ndarray, what: str) -> None:
-    """Equal dtype, shape and bits; NaNs equal one another."""
-    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), what
-    same = (found.view(f"u{found.itemsize}") == wanted.view(f"u{wanted.itemsize}")) if found.ndim else found == wanted
-    different = ~(same | (np.isnan(found) & np.isnan(wanted)))
-    assert not different.any(), f"{what}: {np.count_nonzero(different)} of {found.size} elements differ, " \
-                                f"first {found[different].flat[0]!r} instead of {wanted[different].flat[0]!r}"

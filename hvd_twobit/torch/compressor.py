@@ -6,18 +6,14 @@ training, so one instance may serve several optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
-
 import torch
 from horovod.torch.compression import Compressor
 
-from ..config import TwoBitConfig, describe
-from ..errors import UnsupportedOperationError
+from ..compression import TwoBitParameters
 from .exchange import Pending
 
 
-class TwoBit(Compressor):
+class TwoBit(TwoBitParameters, Compressor):
     """2-bit gradient compression with error feedback, for ``hvd.DistributedOptimizer(..., compression=TwoBit)``.
 
     Each gradient element is sent as two bits that mean "positive threshold", "negative threshold" or "nothing yet";
@@ -46,40 +42,6 @@ class TwoBit(Compressor):
     Source: 2-bit compression of MXNet 1.9.1's kvstore; F. Seide et al., "1-Bit Stochastic Gradient Descent", 2014, for
     error feedback.
     """
-
-    def __init__(self, threshold: float | None = None, *, positive_threshold: float | None = None,
-                 negative_threshold: float | None = None, min_elements: int | None = None,
-                 **unknown: Any) -> None:
-        self.config = TwoBitConfig.from_arguments(threshold, positive_threshold, negative_threshold,
-                                                  min_elements=min_elements, **unknown)
-
-    @classmethod
-    def from_params(cls, params: Mapping[str, Any], **arguments: Any) -> TwoBit:
-        """Make a ``TwoBit`` from the dictionary of MXNet's kvstore, ``{"compress": "2bit", ...}``.
-
-        See ``TwoBitConfig.from_params`` for the keys. ``arguments`` are further arguments of ``TwoBit``; with
-        ``min_elements=0`` every tensor is compressed, as in MXNet.
-
-        Raises:
-            ConfigError: a key, type or value is not one of MXNet's 2-bit compression; the nearest valid key is named.
-        """
-        made = cls.__new__(cls)
-        made.config = TwoBitConfig.from_params(params, **arguments)
-        return made
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({describe(self.config)})"
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> NoReturn:
-        """Refuse: without a name there is no residual, and codes cannot be summed by an allreduce.
-
-        Raises:
-            UnsupportedOperationError: always.
-        """
-        raise UnsupportedOperationError(
-            "TwoBit compresses the gradients of hvd.DistributedOptimizer(..., compression=TwoBit); a single "
-            "hvd.allreduce cannot use it, as two-bit codes cannot be summed on the way: leave compression out here")
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Pending | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Union
+from typing import Any, Union
 
 import horovod.torch as hvd
 import numpy as np
@@ -22,6 +22,7 @@ from ..agreement import Statement, difference
 from ..codec import Codec
 from ..config import TwoBitConfig
 from ..errors import DisagreementError, UnsupportedOperationError
+from ..reduction import Reduction
 from ..residuals import ResidualRegistry
 
 Handle = Union[int, Callable[[], Any]]
@@ -30,13 +31,6 @@ Handle = Union[int, Callable[[], Any]]
 _HOROVOD_DTYPES = (torch.float16, torch.float32, torch.float64)
 
 _scratch = threading.local()
-
-
-def refuse_op(op: Any) -> NoReturn:
-    """Raise UnsupportedOperationError for a reduction that two-bit codes cannot take part in."""
-    names = {hvd.Adasum: "hvd.Adasum", hvd.Min: "hvd.Min", hvd.Max: "hvd.Max", hvd.Product: "hvd.Product"}
-    raise UnsupportedOperationError(f"TwoBit cannot be used with op={names.get(op, op)}: two-bit codes can be summed "
-                                    "and averaged only; use hvd.Average or hvd.Sum, or leave compression out")
 
 
 class Exchange:
@@ -53,15 +47,10 @@ class Exchange:
     """
 
     def __init__(self, config: TwoBitConfig, op: Any, predivide_factor: float, process_set: hvd.ProcessSet) -> None:
-        if op not in (hvd.Average, hvd.Sum):
-            refuse_op(op)
+        self._reduction = Reduction.of(hvd, op, predivide_factor)
         self.residuals = ResidualRegistry()
         self._codec = Codec(config, self.residuals)
         self._config = config
-        self._op = op
-        # As Horovod splits an average: it divides the sum by the number of ranks itself.
-        factor = predivide_factor if op == hvd.Average else 1.0
-        self._prescale, self._postscale = 1.0 / factor, factor
         self._process_set = process_set
         self._statement = Statement(config.min_elements, ())
         self._agreement: int | None = None
@@ -127,8 +116,8 @@ class Exchange:
                 return [hvd.allgather_async(tensors[0], name=name, process_set=self._process_set)]
             handle = hvd.grouped_allgather_async(tensors, name=name, process_set=self._process_set)
         else:
-            scaling = dict(op=self._op, prescale_factor=self._prescale, postscale_factor=self._postscale,
-                           process_set=self._process_set)
+            scaling = dict(op=self._reduction.op, prescale_factor=self._reduction.prescale,
+                           postscale_factor=self._reduction.postscale, process_set=self._process_set)
             if alone:
                 return [hvd.allreduce_async_(tensors[0], name=name, **scaling)]
             handle = hvd.grouped_allreduce_async_(tensors, name=name, **scaling)
@@ -142,10 +131,9 @@ class Exchange:
             return gradient if received.data_ptr() == gradient.data_ptr() else _write(gradient, received)
         # Read anew at every step: an elastic job changes the number of ranks.
         ranks = self._process_set.size()
-        scale = self._prescale * self._postscale / (ranks if self._op == hvd.Average else 1)
         flat = _flat_float32(gradient)
         out = _scratch_float32(gradient.numel()) if flat is None else flat
-        self._codec.decode(pending.name, received.numpy(), ranks, out.numpy(), scale)
+        self._codec.decode(pending.name, received.numpy(), ranks, out.numpy(), self._reduction.scale(ranks))
         return gradient if flat is not None else _write(gradient, out.view(gradient.shape))
 
     @contextlib.contextmanager

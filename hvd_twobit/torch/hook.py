@@ -19,12 +19,12 @@ import horovod.torch as hvd
 import horovod.torch.optimizer as horovod_optimizer
 import torch
 
-from ..errors import ConfigError, UnsupportedHorovodError
+from ..errors import ConfigError
+from ..horovod_form import Expected, check_form
+from ..reduction import refuse_op
 from ..residuals import ResidualRegistry
 from .compressor import TwoBit
-from .exchange import Exchange, Handle, Pending, refuse_op
-
-SUPPORTED_HOROVOD = ("0.28.1",)
+from .exchange import Exchange, Handle, Pending
 
 _PARAMETERS = {
     "__init__": ["self", "params", "named_parameters", "compression", "backward_passes_per_step", "op",
@@ -62,21 +62,9 @@ def install() -> None:
 
 def check_horovod(version: str, optimizer: type, adasum: type) -> None:
     """Raise UnsupportedHorovodError unless the version is supported and the classes have the expected form."""
-    if version not in SUPPORTED_HOROVOD:
-        raise UnsupportedHorovodError(f"Horovod {version} is installed, hvd_twobit supports {_supported()}: "
-                                      f"install horovod=={SUPPORTED_HOROVOD[-1]}")
-    expected = [(optimizer, method, names) for method, names in _PARAMETERS.items()]
-    for owner, method, names in [*expected, (adasum, "__init__", _ADASUM_PARAMETERS)]:
-        function = inspect.unwrap(getattr(owner, method, None) or object)
-        found = list(inspect.signature(function).parameters)
-        uses = function.__code__.co_names if inspect.isfunction(function) else ()
-        missing = [name for name in _ATTRIBUTES.get(method, ()) if owner is optimizer and name not in uses]
-        if found != names or missing:
-            raise UnsupportedHorovodError(
-                f"Horovod {version} is installed, but its {owner.__name__}.{method} is not that of a released "
-                f"{_supported()}: parameters {found}, expected {names}"
-                + (f"; attributes {', '.join(missing)} not found" if missing else "")
-                + ". Another package may have patched it: import hvd_twobit first, or install a released Horovod")
+    check_form(version, [*(Expected(optimizer, method, names, _ATTRIBUTES.get(method, ()))
+                           for method, names in _PARAMETERS.items()),
+                         Expected(adasum, "__init__", _ADASUM_PARAMETERS)])
 
 
 def residuals_of(optimizer: torch.optim.Optimizer) -> ResidualRegistry:
@@ -90,10 +78,6 @@ def residuals_of(optimizer: torch.optim.Optimizer) -> ResidualRegistry:
         raise ConfigError(f"{type(optimizer).__name__} has no residuals: it was not made by "
                           "hvd.DistributedOptimizer(..., compression=TwoBit)")
     return exchange.residuals
-
-
-def _supported() -> str:
-    return "Horovod " + " to ".join(dict.fromkeys((SUPPORTED_HOROVOD[0], SUPPORTED_HOROVOD[-1])))
 
 
 def _replace(owner: type, function: Any, method: str = "") -> None:
@@ -114,7 +98,7 @@ def __init__(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     given = inspect.signature(original).bind(self, *args, **kwargs)
     given.apply_defaults()
     values = given.arguments
-    compression = _instance(values["compression"])
+    compression = TwoBit.instance(values["compression"])
     self._twobit = None
     if compression is None:
         return original(self, *args, **kwargs)
@@ -155,16 +139,9 @@ def synchronize(original: Any, self: Any) -> None:
 
 def _refuse_adasum(original: Any, self: Any, params: Any, named_parameters: Any, compression: Any, *args: Any,
                    **kwargs: Any) -> None:
-    if _instance(compression) is not None:
-        refuse_op(hvd.Adasum)
+    if TwoBit.instance(compression) is not None:
+        refuse_op(hvd, hvd.Adasum)
     original(self, params, named_parameters, compression, *args, **kwargs)
-
-
-def _instance(compression: Any) -> TwoBit | None:
-    """The ``TwoBit`` that a user's ``compression=`` means, or None if it is another compression."""
-    if isinstance(compression, type) and issubclass(compression, TwoBit):
-        return compression()
-    return compression if isinstance(compression, TwoBit) else None
 
 
 def _start(self: Any, ps: Sequence[torch.nn.Parameter]) -> list[tuple[Handle, Pending | None]]:

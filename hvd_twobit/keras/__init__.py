@@ -1,0 +1,5 @@
+"""Keras front end: TensorFlow's, under the name that goes with ``horovod.tensorflow.keras`` and ``horovod.keras``."""
+
+from ..tensorflow import TwoBit, residuals_of
+
+__all__ = ["TwoBit", "residuals_of"]

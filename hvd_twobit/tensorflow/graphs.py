@@ -1,0 +1,84 @@
+"""What TensorFlow's graphs must tell and remember while an exchange is built: names, arguments, XLA.
+
+The state lies on the graph that it is about, so that it ends with the graph and a retrace begins anew.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from ..errors import ConfigError
+from .variables import unique
+
+
+def collective_name(kind: str, label: str) -> str:
+    """A name for Horovod's operation, for ``ignore_name_scope=True``: ``twobit.<label>``, the same on every rank.
+
+    Ranks meet under the part after the last slash. It is unique in the outermost graph, so that two optimizers whose
+    variables bear equal names may exchange in one step; it depends on nothing but the order in which that graph is
+    built. The part before names the kind of operation, by which ``hvd.elastic.run`` recognizes a failed collective in
+    an error message (Horovod 0.28.1). The slash at the end tells TensorFlow to add no scope and no number.
+    """
+    graph = _outermost(tf.compat.v1.get_default_graph())
+    taken = _state(graph, "_twobit_names", set)
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", re.sub(r":0(?=$|_|\.)", "", label).replace("/", "."))
+    name = unique(f"twobit.{plain}", taken)
+    taken.add(name)
+    return f"{kind}/{name}/"
+
+
+def held_until(agreed: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor, once ``agreed`` is there (a zero, known in the step only); to be handed to a collective.
+
+    A control dependency is not enough: Horovod 0.28.1 does not declare its operations stateful, so TensorFlow would
+    call a collective of a constant gradient to fold it while it optimizes the graph, before ranks have agreed. A shape
+    that is not known before the step prevents that, and costs no copy.
+    """
+    held = tf.reshape(tensor, tf.shape(tensor) + agreed)
+    held.set_shape(tensor.shape)
+    return held
+
+
+def refuse_argument(variable: tf.Variable) -> None:
+    """Raise ConfigError for a variable that a function gets as an argument.
+
+    TensorFlow traces such a function with the first variable and then calls the same graph with others of its shape,
+    so the graph cannot tell whose residual to use.
+
+    Raises:
+        ConfigError: a function that is being traced has the variable among its arguments.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while hasattr(graph, "outer_graph"):
+        # TensorFlow 2.15 names what a graph takes from its surroundings after the operation that uses it, with a
+        # slash, or with a number, and an argument as the user does.
+        name = graph.capture(variable.handle).op.name
+        if "/" not in name and not name.partition("_")[0].isdigit():
+            raise ConfigError(f"variable {variable.name!r} is the argument {name!r} of a tf.function, which may be "
+                              "called with another one without being traced again, so that TwoBit could not tell whose "
+                              "residual to use: let the function take the variable from its surroundings instead")
+        graph = graph.outer_graph
+
+
+def building_with_xla() -> bool:
+    """Whether the graph that is being built is to be compiled by XLA (``jit_compile=True``)."""
+    # No public function tells; TensorFlow 2.15 to 2.18 have this one.
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def _outermost(graph: Any) -> Any:
+    """The graph of the outermost function, or the graph of the session around it."""
+    in_session = not tf.compat.v1.executing_eagerly_outside_functions()
+    while hasattr(graph, "outer_graph") and (in_session or hasattr(graph.outer_graph, "outer_graph")):
+        graph = graph.outer_graph
+    return graph
+
+
+def _state(graph: Any, attribute: str, make: Any) -> Any:
+    if not hasattr(graph, attribute):
+        setattr(graph, attribute, make())
+    return getattr(graph, attribute)

@@ -1,0 +1,218 @@
+"""Where TwoBit meets the internals of Horovod's TensorFlow front end; the only file that touches its private names.
+
+Horovod's tape, its optimizer for ``tf.compat.v1`` and its Keras optimizers all get the function that reduces their
+gradients from ``horovod.tensorflow._make_allreduce_grads_fn``, looked up when they are made, and call it with gradients
+and variables. ``install`` replaces it, and two functions that need a check, by functions that do what Horovod does,
+unless the compression is a ``TwoBit``. It refuses a Horovod whose functions it does not know.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import horovod
+import horovod._keras as horovod_keras
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from ..errors import ConfigError, UnsupportedOperationError
+from ..horovod_form import Expected, check_form
+from ..reduction import Reduction, refuse_op
+from ..residuals import ResidualRegistry
+from .compressor import TwoBit
+from .exchange import Settings, describe, exchange, groups_of, labels_of
+from .graphs import refuse_argument
+from .variables import VariableResiduals, residuals_of_tapes
+
+_TAPE = "DistributedGradientTape"
+"""The name under which Horovod's tape asks for its function."""
+
+_MAKE_PARAMETERS = ["name", "device_dense", "device_sparse", "compression", "sparse_as_dense", "op",
+                    "gradient_predivide_factor", "groups", "process_set"]
+_USES = ["_make_allreduce_grads_fn", "_allreduce_grads"]
+
+
+def install() -> None:
+    """Teach Horovod's TensorFlow and Keras front ends about TwoBit; a second call does nothing.
+
+    Raises:
+        UnsupportedHorovodError: Horovod's version or the form of its functions is not one that was tested.
+    """
+    if getattr(hvd, "_knows_twobit", False):
+        return
+    check_horovod(horovod.__version__, hvd, horovod_keras)
+    _replace(hvd, "_make_allreduce_grads_fn", _make_allreduce_grads_fn)
+    _replace(hvd._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
+    _replace(horovod_keras, "create_distributed_optimizer", _refuse_keras_3)
+    hvd._knows_twobit = True
+
+
+def check_horovod(version: str, tensorflow: Any, keras: Any) -> None:
+    """Raise UnsupportedHorovodError unless the version is supported and the modules have the expected form."""
+    check_form(version, [
+        Expected(tensorflow, "_make_allreduce_grads_fn", _MAKE_PARAMETERS),
+        Expected(tensorflow._DistributedGradientTape, "__init__", [
+            "self", "tape", "device_dense", "device_sparse", "compression", "sparse_as_dense", "op",
+            "gradient_predivide_factor", "groups", "persistent", "watch_accessed_variables", "process_set",
+            "scale_local_gradients"], [*_USES, _TAPE]),
+        Expected(tensorflow._DistributedGradientTape, "gradient", [
+            "self", "target", "sources", "output_gradients", "use_generic_names"], ["_allreduce_grads"]),
+        Expected(tensorflow._DistributedOptimizer, "__init__", [
+            "self", "optimizer", "name", "use_locking", "device_dense", "device_sparse", "compression",
+            "sparse_as_dense", "op", "gradient_predivide_factor", "backward_passes_per_step",
+            "average_aggregated_gradients", "groups", "process_set", "scale_local_gradients"], _USES),
+        Expected(tensorflow._DistributedAdasumOptimizer, "__init__", [
+            "self", "optimizer", "name", "use_locking", "device_dense", "device_sparse", "compression",
+            "backward_passes_per_step"]),
+        Expected(keras, "create_distributed_optimizer", [
+            "keras", "optimizer", "name", "device_dense", "device_sparse", "compression", "sparse_as_dense",
+            "gradient_predivide_factor", "op", "backward_passes_per_step", "average_aggregated_gradients", "groups",
+            "process_set", "scale_local_gradients"], _USES)])
+
+
+def residuals_of(optimizer_or_tape: Any) -> ResidualRegistry:
+    """The residuals of an optimizer, also one in a LossScaleOptimizer, or tape made with ``compression=TwoBit``.
+
+    A tape's residuals belong to the variables (see ``TwoBit``): they are those of the variables that its ``gradient``
+    was last asked for or, before that, of those that the tape watches. So a tape in a function that was traced, or a
+    new tape around a forward pass, shows what all tapes of that model share, and a checkpoint can be loaded into it.
+
+    Raises:
+        ConfigError: it does not use TwoBit; or a tape's variables are not known yet, or first appeared in tapes of
+            different models.
+    """
+    reduce = getattr(optimizer_or_tape, "_allreduce_grads", None)
+    if isinstance(reduce, _OfOptimizer):
+        return reduce.home.residuals
+    if isinstance(reduce, _OfTape):
+        return reduce.residuals(optimizer_or_tape)
+    inner = getattr(optimizer_or_tape, "inner_optimizer", None)
+    if inner is not None and inner is not optimizer_or_tape:
+        return residuals_of(inner)
+    raise ConfigError(f"{type(optimizer_or_tape).__name__} has no residuals: it was not made by "
+                      "hvd.DistributedOptimizer or hvd.DistributedGradientTape with compression=TwoBit")
+
+
+class _AllreduceGrads:
+    """What an optimizer or tape calls to reduce its gradients: Horovod's ``allreduce_grads``, with TwoBit."""
+
+    def __init__(self, settings: Settings, sparse_as_dense: bool, groups: Any) -> None:
+        self._settings = settings
+        self._sparse_as_dense = sparse_as_dense
+        self._groups = groups
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, grads: Sequence[Any], vars: Sequence[Any] | None = None,
+                 use_generic_names: bool = False) -> list[Any]:
+        if vars is None:
+            raise UnsupportedOperationError("TwoBit needs to know the variables whose gradients it compresses: "
+                                            "allreduce_grads was called without them")
+        grads = list(grads)
+        for position, (gradient, variable) in enumerate(zip(grads, vars)):
+            if self._sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
+                grads[position] = tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape)
+        present = [position for position, gradient in enumerate(grads) if gradient is not None]
+        variables = [vars[position] for position in present]
+        named = [variable for variable in variables if isinstance(variable, tf.Variable)]
+        for variable in named if tf.compat.v1.executing_eagerly_outside_functions() else ():
+            refuse_argument(variable)
+        homes = iter(self._homes(named))
+        labels = labels_of(vars, use_generic_names)
+        tensors = [describe(self._settings.config, grads[position], variable, labels[position],
+                            next(homes) if isinstance(variable, tf.Variable) else None, group)
+                   for position, variable, group in zip(present, variables, groups_of(self._groups, variables))]
+        reduced = exchange(self._settings, tensors, [grads[position] for position in present])
+        for position, gradient in zip(present, reduced):
+            grads[position] = gradient
+        return grads
+
+    def _homes(self, variables: Sequence[tf.Variable]) -> list[VariableResiduals]:
+        raise NotImplementedError
+
+
+class _OfOptimizer(_AllreduceGrads):
+    def __init__(self, settings: Settings, sparse_as_dense: bool, groups: Any) -> None:
+        super().__init__(settings, sparse_as_dense, groups)
+        self.home = VariableResiduals()
+
+    def _homes(self, variables: Sequence[tf.Variable]) -> list[VariableResiduals]:
+        return [self.home] * len(variables)
+
+
+class _OfTape(_AllreduceGrads):
+    _asked: list[VariableResiduals] | None = None
+
+    def residuals(self, tape: tf.GradientTape) -> ResidualRegistry:
+        """See ``residuals_of``."""
+        homes = self._asked
+        if homes is None:
+            homes = list(dict.fromkeys(residuals_of_tapes(tape.watched_variables(), self._recipients())))
+        if not homes:
+            raise ConfigError("the tape has no residuals yet: its gradient() was not called and it watches no variable")
+        if len(homes) > 1:
+            raise ConfigError(f"the variables of this tape have residuals in {len(homes)} places, as they first "
+                              "appeared in different tapes: ask for the residuals of those")
+        return homes[0].residuals
+
+    def _homes(self, variables: Sequence[tf.Variable]) -> list[VariableResiduals]:
+        homes = residuals_of_tapes(variables, self._recipients())
+        self._asked = list(dict.fromkeys(homes))
+        return homes
+
+    def _recipients(self) -> Any:
+        return self._settings.reduction, self._settings.process_set
+
+
+def _replace(owner: Any, name: str, function: Any) -> None:
+    """Put ``function(original, ...)`` in the place of a function or method."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    setattr(owner, name, replacement)
+
+
+# The functions below take the place of Horovod's; ``original`` is Horovod's.
+
+def _make_allreduce_grads_fn(original: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _arguments(original, args, kwargs)
+    compression = TwoBit.instance(given["compression"])
+    if compression is None:
+        return original(*args, **kwargs)
+    reduction = Reduction.of(hvd, given["op"], given["gradient_predivide_factor"])
+    settings = Settings(compression.config, reduction, given["process_set"], given["device_dense"],
+                        given["device_sparse"])
+    kind = _OfTape if given["name"] == _TAPE else _OfOptimizer
+    return kind(settings, given["sparse_as_dense"], given["groups"])
+
+
+def _refuse_adasum(original: Any, *args: Any, **kwargs: Any) -> None:
+    if TwoBit.instance(_arguments(original, args, kwargs)["compression"]) is not None:
+        refuse_op(hvd, hvd.Adasum)
+    original(*args, **kwargs)
+
+
+def _refuse_keras_3(original: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _arguments(original, args, kwargs)
+    if TwoBit.instance(given["compression"]) is not None:
+        for base in type(given["optimizer"]).__mro__:
+            package = base.__module__.partition(".")[0]
+            version = getattr(sys.modules.get(package), "__version__", "0")
+            if package == "keras" and int(version.partition(".")[0]) >= 3:
+                raise UnsupportedOperationError(
+                    f"{type(given['optimizer']).__name__} is an optimizer of Keras {version}, whose gradients Horovod "
+                    f"{horovod.__version__} does not exchange: every rank would train on its own. Set "
+                    "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported and install tf_keras, or use TensorFlow 2.15")
+    return original(*args, **kwargs)
+
+
+def _arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    given = inspect.signature(function).bind(*args, **kwargs)
+    given.apply_defaults()
+    return given.arguments

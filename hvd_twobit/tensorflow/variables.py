@@ -1,0 +1,95 @@
+"""Whose residual is whose: variables are told apart by identity, and named for people.
+
+TensorFlow lets two variables bear one name, and makes a new tape for every step. So a ``VariableResiduals`` keeps the
+residuals of a set of variables under names that are unique in it, and finds a variable's by the object itself. Each
+optimizer owns one. With tapes, the variables themselves hold it, so that it lives as long as they do and two models
+never meet in one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ..codec import Codec
+from ..config import TwoBitConfig
+from ..residuals import ResidualRegistry
+
+
+class VariableResiduals:
+    """The residuals of a set of variables, and what else has to outlive a step.
+
+    Attributes:
+        residuals: the residuals, by the variables' names.
+        functions: the traced exchanges of eager steps, by everything that they depend on.
+    """
+
+    def __init__(self) -> None:
+        self.residuals = ResidualRegistry()
+        self.functions: dict[Hashable, Any] = {}
+        self._holders: dict[str, weakref.ref[Any]] = {}
+        self._names: dict[int, str] = {}
+        self._codecs: dict[TwoBitConfig, Codec] = {}
+        self._locks: dict[str, threading.Lock] = {}
+
+    def name_of(self, variable: tf.Variable) -> str:
+        """The name of the variable's residual: the variable's, with ``_1``, ``_2`` … where another one bears it."""
+        known = self._names.get(id(variable))
+        if known is not None and self._holders[known]() is variable:
+            return known
+        self._forget_dead()
+        name = unique(variable.name, self._holders)
+        self._holders[name] = weakref.ref(variable)
+        self._names[id(variable)] = name
+        self._locks[name] = threading.Lock()
+        return name
+
+    def codec(self, config: TwoBitConfig) -> Codec:
+        """The codec that works on these residuals with the given parameters."""
+        return self._codecs.setdefault(config, Codec(config, self.residuals))
+
+    def lock(self, name: str) -> threading.Lock:
+        """Held while the residual of a name is changed."""
+        return self._locks[name]
+
+    def _forget_dead(self) -> None:
+        for name in [name for name, holder in self._holders.items() if holder() is None]:
+            del self._holders[name], self._locks[name]
+            self.residuals.discard(name)
+            for codec in self._codecs.values():
+                codec.discard(name)
+        self._names = {identity: name for identity, name in self._names.items() if name in self._holders}
+
+
+def residuals_of_tapes(variables: Sequence[tf.Variable], recipients: Hashable) -> list[VariableResiduals]:
+    """The residuals that tapes use for each of the variables; those without get them, together.
+
+    Args:
+        variables: what a tape differentiates by.
+        recipients: who receives the gradients and how they are reduced: where that differs, what was not sent does.
+    """
+    held = [_held(variable).get(recipients) for variable in variables]
+    home = next((residuals for residuals in held if residuals is not None), None) or VariableResiduals()
+    for variable, residuals in zip(variables, held):
+        if residuals is None:
+            _held(variable)[recipients] = home
+    return [residuals or home for residuals in held]
+
+
+def _held(variable: tf.Variable) -> dict[Hashable, VariableResiduals]:
+    if not hasattr(variable, "_twobit_residuals"):
+        variable._twobit_residuals = {}
+    return variable._twobit_residuals
+
+
+def unique(name: str, taken: Any) -> str:
+    """``name``, or the first of ``name_1``, ``name_2`` … that is not among ``taken``."""
+    candidate, count = name, 0
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}_{count}"
+    return candidate

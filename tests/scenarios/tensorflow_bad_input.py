@@ -1,0 +1,178 @@
+"""Mistakes under TensorFlow that only several ranks can make, or that must be refused before anything is sent.
+
+All run in one job. No mistake leaves a collective behind: ranks that disagree are told before anything else is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvd_keras
+import keras
+import tensorflow as tf
+
+from hvd_twobit import payload
+from hvd_twobit.tensorflow import TwoBit, residuals_of
+
+EVERYTHING = TwoBit(min_elements=0)
+
+
+def _variables(**shapes: Any) -> dict[str, tf.Variable]:
+    return {name: tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes.items()}
+
+
+def _gradients(variables: dict[str, tf.Variable], compression: Any = EVERYTHING, used: Any = None,
+               **options: Any) -> list[Any]:
+    """One exchange of gradients of one, on a tape."""
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(variables[name]) for name in used or variables])
+    tape = hvd.DistributedGradientTape(tape, compression=compression, **options)
+    return tape.gradient(loss, list(variables.values()))
+
+
+def another_min_elements() -> None:
+    _gradients(_variables(weight=(30, 40), bias=(40,)), TwoBit(min_elements=1024 * hvd.rank()))
+
+
+def another_min_elements_in_a_function() -> None:
+    variables = _variables(weight=(30, 40), bias=(40,))
+    tf.function(lambda: _gradients(variables, TwoBit(min_elements=1024 * hvd.rank())))()
+
+
+def another_min_elements_in_a_group() -> None:
+    _gradients(_variables(weight=(30, 40), bias=(40,)), TwoBit(min_elements=1024 * hvd.rank()), groups=1)
+
+
+def another_min_elements_in_fit() -> None:
+    _fit(TwoBit(min_elements=1024 * hvd.rank()))
+
+
+def no_gradient_on_one_rank() -> None:
+    variables = _variables(a=(10,), b=(10,))
+    _gradients(variables, used=["a", "b"][:2 - hvd.rank()])
+
+
+def another_shape_on_one_rank() -> None:
+    _gradients(_variables(a=(10 + hvd.rank(),)))
+
+
+def another_size_of_unknown_shape() -> None:
+    _gradients({"a": tf.Variable(tf.zeros(10 + hvd.rank()), name="a", shape=tf.TensorShape(None))},
+               TwoBit(min_elements=4))
+
+
+def another_version_of_payload() -> None:
+    version = payload.VERSION
+    payload.VERSION += hvd.rank()
+    try:
+        _gradients(_variables(a=(10,)))
+    finally:
+        payload.VERSION = version
+
+
+def another_shape_under_a_known_name() -> None:
+    variable = tf.Variable(tf.zeros(10), name="a", shape=tf.TensorShape(None))
+    _gradients({"a": variable})
+    variable.assign(tf.zeros(11))
+    _gradients({"a": variable})
+
+
+def adasum() -> None:
+    _gradients(_variables(a=(10,)), TwoBit, op=hvd.Adasum)
+
+
+def adasum_optimizer() -> None:
+    hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), op=hvd.Adasum, compression=TwoBit)
+
+
+def minimum() -> None:
+    _gradients(_variables(a=(10,)), op=hvd.Min)
+
+
+def plain_allreduce() -> None:
+    hvd.allreduce(tf.zeros(10), name="plain", compression=TwoBit)
+
+
+def complex_gradients() -> None:
+    _gradients({"a": tf.Variable(tf.zeros(10, tf.complex64), name="a")})
+
+
+def residuals_of_another_optimizer() -> None:
+    residuals_of(hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1)))
+
+
+def residuals_of_a_new_tape() -> None:
+    residuals_of(hvd.DistributedGradientTape(tf.GradientTape(), compression=TwoBit))
+
+
+def residuals_of_two_models() -> None:
+    models = [_variables(a=(10,)), _variables(a=(10,))]
+    for model in models:
+        _gradients(model)
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(model["a"]) for model in models])
+    tape = hvd.DistributedGradientTape(tape, compression=EVERYTHING)
+    tape.gradient(loss, [model["a"] for model in models])
+    residuals_of(tape)
+
+
+def unknown_argument() -> None:
+    TwoBit(treshold=0.1)
+
+
+def a_variable_as_an_argument() -> None:
+    variables = _variables(a=(10,))
+    tf.function(lambda variable: _gradients({"a": variable}))(variables["a"])
+
+
+def variables_in_a_list_as_an_argument() -> None:
+    variables = _variables(a=(10,), b=(10,))
+    tf.function(lambda listed: _gradients(dict(enumerate(listed))))(list(variables.values()))
+
+
+def _fit(compression: Any = EVERYTHING, **options: Any) -> None:
+    model = tf.keras.Sequential([tf.keras.layers.Dense(40, input_shape=(30,), name="dense")])
+    model.compile(hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=compression), "mse",
+                  **options)
+    model.fit(tf.zeros((4, 30)), tf.zeros((4, 40)), verbose=0)
+
+
+def jit_compile_in_fit() -> None:
+    _fit(jit_compile=True)
+
+
+def jit_compile_of_a_function() -> None:
+    variables = _variables(a=(10,))
+    tf.function(lambda: _gradients(variables), jit_compile=True)()
+
+
+def keras_3() -> None:
+    version = keras.__version__
+    keras.__version__ = "3.0.5"  # Stands in for an installed Keras 3, which does not go with TensorFlow 2.15.
+    try:
+        _fit()
+    finally:
+        keras.__version__ = version
+
+
+SCENARIOS: list[Callable[[], None]] = [
+    adasum, adasum_optimizer, minimum, plain_allreduce, complex_gradients, residuals_of_another_optimizer,
+    residuals_of_a_new_tape, residuals_of_two_models, unknown_argument,
+    a_variable_as_an_argument, variables_in_a_list_as_an_argument, jit_compile_in_fit, jit_compile_of_a_function,
+    keras_3, another_min_elements, another_min_elements_in_a_function, another_min_elements_in_a_group,
+    another_min_elements_in_fit, no_gradient_on_one_rank, another_shape_on_one_rank, another_size_of_unknown_shape,
+    another_version_of_payload, another_shape_under_a_known_name]
+
+
+def run() -> dict[str, str]:
+    """Type and message of the error of every scenario on this rank."""
+    told = {}
+    for scenario in SCENARIOS:
+        try:
+            scenario()
+            told[scenario.__name__] = "no error"
+        except Exception as error:
+            told[scenario.__name__] = f"{type(error).__name__}: {error}"
+    return told

@@ -1,0 +1,115 @@
+"""TensorFlow and Keras: mistakes are clear errors on every rank, neither hangs nor wrong sums."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import types
+
+import pytest
+
+from hvd_twobit.errors import UnsupportedHorovodError
+
+from .launcher import REPOSITORY, run_ranks
+
+UNSUPPORTED = r"UnsupportedOperationError: TwoBit cannot be used with op=hvd\.{}: two-bit codes can be summed"
+DISAGREE = r"DisagreementError: ranks do not agree on what to exchange, seen by rank {rank}: "
+BIAS = DISAGREE + (r"tensor '(bias|dense/bias):0' \(40 elements\) is compressed by rank 0 and not by rank 1: "
+                   r"min_elements is 0 on rank 0 and 1024 on rank 1; give every rank the same")
+JIT_COMPILE = "UnsupportedOperationError: jit_compile=True compiles the training step with XLA, and Horovod's"
+MESSAGES = {
+    "adasum": UNSUPPORTED.format("Adasum"),
+    "adasum_optimizer": UNSUPPORTED.format("Adasum"),
+    "minimum": UNSUPPORTED.format("Min"),
+    "plain_allreduce": r"UnsupportedOperationError: .*leave compression out here",
+    "complex_gradients": r"UnsupportedOperationError: tensor 'a:0' has a gradient of dtype complex64",
+    "residuals_of_another_optimizer": r"ConfigError: SGD has no residuals: it was not made by",
+    "residuals_of_a_new_tape": r"ConfigError: the tape has no residuals yet",
+    "residuals_of_two_models": r"ConfigError: the variables of this tape have residuals in 2 places",
+    "unknown_argument": r"ConfigError: unknown argument treshold=0\.1 \(did you mean threshold\?\)",
+    "a_variable_as_an_argument": r"ConfigError: variable 'a:0' is the argument 'variable' of a tf\.function",
+    "variables_in_a_list_as_an_argument": r"ConfigError: variable 'a:0' is the argument 'listed.*' of a tf\.function",
+    "jit_compile_in_fit": JIT_COMPILE,
+    "jit_compile_of_a_function": JIT_COMPILE,
+    "keras_3": r"UnsupportedOperationError: SGD is an optimizer of Keras 3\.0\.5, .* every rank would train on its own"
+               r"\. Set TF_USE_LEGACY_KERAS=1",
+    "another_min_elements": BIAS,
+    "another_min_elements_in_a_function": BIAS,
+    "another_min_elements_in_a_group": BIAS,
+    "another_min_elements_in_fit": BIAS,
+    "no_gradient_on_one_rank": DISAGREE + r"tensor 'b:0' is exchanged by rank 0 and not by rank 1",
+    "another_shape_on_one_rank": DISAGREE + r"tensor 'a:0' has 10 elements on rank 0 and 11 on rank 1",
+    "another_size_of_unknown_shape": DISAGREE + r"tensor 'a:0' has 10 elements on rank 0 and 11 on rank 1",
+    "another_version_of_payload": r"PayloadError: tensor 'a:0': the payload of rank \d has version \d",
+    "another_shape_under_a_known_name": r"ResidualError: tensor 'a:0' has shape \(11,\), but its residual was kept",
+}
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, str]]:
+    """What each of two real ranks was told in every scenario."""
+    return run_ranks(2, "tests.scenarios.tensorflow_bad_input:run", framework="tensorflow")
+
+
+@pytest.mark.parametrize("scenario", MESSAGES)
+def test_every_rank_is_told_what_is_wrong(scenario: str, told: list[dict[str, str]]) -> None:
+    for rank, messages in enumerate(told):
+        assert re.search(MESSAGES[scenario].replace("{rank}", str(rank)), messages[scenario]), messages[scenario]
+
+
+def test_elastic_training_does_not_take_a_mistake_for_a_lost_rank(told: list[dict[str, str]]) -> None:
+    # hvd.elastic.run of Horovod 0.28.1 tells a failed collective by these words in an error of TensorFlow's, and
+    # would try again for ever.
+    for messages in told:
+        for message in messages.values():
+            assert not re.search("HorovodAllreduce|HorovodAllgather|HorovodBroadcast", message), message
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=REPOSITORY, text=True, timeout=120,
+                          env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment}, capture_output=True)
+
+
+def test_one_process_trains_uncompressed_as_horovod_exchanges_nothing() -> None:
+    ran = run_python("""
+        import numpy as np, tensorflow as tf, horovod.tensorflow.keras as hvd
+        from hvd_twobit.keras import TwoBit, residuals_of
+        hvd.init()
+        model = tf.keras.Sequential([tf.keras.layers.Dense(2, use_bias=False, kernel_initializer="zeros")])
+        optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), compression=TwoBit(min_elements=0))
+        model.compile(optimizer, lambda _, output: tf.reduce_sum(output))
+        model.fit(np.full((1, 3), 0.75), np.zeros((1, 2)), verbose=0)
+        print(model.get_weights()[0].ravel().tolist(), list(residuals_of(optimizer)))
+    """)
+    assert ran.stdout.splitlines()[-1:] == [f"{[-0.75] * 6} []"], ran.stderr
+
+
+def test_an_unsupported_horovod_is_refused_at_import() -> None:
+    ran = run_python("""
+        import horovod
+        horovod.__version__ = "0.27.0"
+        import hvd_twobit.keras
+    """)
+    assert ran.returncode == 1
+    assert "UnsupportedHorovodError: Horovod 0.27.0 is installed, hvd_twobit supports Horovod 0.28.1" in ran.stderr
+
+
+def test_a_horovod_of_another_form_is_refused_at_import() -> None:
+    import horovod
+    import horovod._keras
+    import horovod.tensorflow
+
+    from hvd_twobit.tensorflow.hook import check_horovod
+
+    def create_distributed_optimizer(keras, optimizer):
+        """Takes two arguments, as no released Horovod does."""
+
+    changed = types.ModuleType("changed")
+    changed.create_distributed_optimizer = create_distributed_optimizer
+    check_horovod(horovod.__version__, horovod.tensorflow, horovod._keras)
+    form = r"its changed\.create_distributed_optimizer is not that of a released Horovod 0\.28\.1: parameters \['keras'"
+    with pytest.raises(UnsupportedHorovodError, match=form):
+        check_horovod(horovod.__version__, horovod.tensorflow, changed)

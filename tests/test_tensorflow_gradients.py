@@ -1,0 +1,48 @@
+"""TensorFlow and Keras: what real Horovod ranks compute is, bit for bit, what the simulation of all ranks computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .launcher import run_ranks
+from .scenarios import tensorflow_gradients as scenario
+from .simulation import assert_same_bits
+
+
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"], scope="module")
+def results(request: pytest.FixtureRequest) -> list[Any]:
+    """Every configuration in one job of 2 or 4 ranks, started once; per rank."""
+    return run_ranks(request.param, "tests.scenarios.tensorflow_gradients:run", framework="tensorflow",
+                     environment={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}, names=list(scenario.CONFIGURATIONS))
+
+
+@pytest.mark.parametrize("name", scenario.CONFIGURATIONS)
+def test_gradients_equal_the_simulation_of_all_ranks_for_20_steps(name: str, results: list[Any]) -> None:
+    for rank, result in enumerate(exchanging(name, results)):
+        result = result[name]
+        steps, residuals = scenario.expected(name, len(results), rank)
+        assert len(result["steps"]) == len(steps)
+        for number, (found, wanted) in enumerate(zip(result["steps"], steps)):
+            for key in found:
+                assert_same_bits(found[key], wanted[key], f"step {number}, rank {rank}, {key}")
+            recorded = {key.partition(" ")[0] for key in found}
+            assert found.keys() == {key for key in wanted if key.partition(" ")[0] in recorded} and "weight" in recorded
+        assert result["residuals"].keys() == residuals.keys()
+        for tensor, wanted in residuals.items():
+            assert_same_bits(result["residuals"][tensor].reshape(-1), wanted, f"residual {tensor}, rank {rank}")
+
+
+@pytest.mark.parametrize("name", scenario.CONFIGURATIONS)
+def test_all_ranks_hold_identical_weights_afterwards(name: str, results: list[Any]) -> None:
+    first, *others = [result[name]["steps"][-1] for result in exchanging(name, results)]
+    for other in others:
+        for key in first:
+            if key.startswith("weight") and key != f"weight {scenario.CONFIGURATIONS[name].local}":
+                assert_same_bits(other[key], first[key], key)
+
+
+def exchanging(name: str, results: list[Any]) -> list[Any]:
+    """The results of the ranks that exchange gradients in a configuration."""
+    return results[:max(1, len(results) // 2)] if scenario.CONFIGURATIONS[name].subset else results
