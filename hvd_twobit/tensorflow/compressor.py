@@ -34,9 +34,9 @@ class TwoBit(TwoBitParameters, Compressor):
     are scaled: multiply the thresholds by the loss scale and keep it fixed (``dynamic=False``), or let it be and call
     ``residuals_of(optimizer).scale(new / old)`` when it changes.
 
-    When not to use it: where the link carries a step's gradients in less time than the CPU takes to compress them (from
-    about 25 Gbit/s on), with one process (nothing is sent), with more than 16 ranks, where an allgather of two bits
-    per element receives as many bytes as an fp16 allreduce, or with ``jit_compile=True``, which Horovod cannot do.
+    When not to use it: where the link carries a step's gradients in less time than the CPU takes to compress them,
+    with one process (nothing is sent), with more than 16 ranks, where an allgather of two bits per element receives
+    as many bytes as an fp16 allreduce, or with ``jit_compile=True``, which Horovod cannot do.
 
     Args:
         threshold: short for ``positive_threshold=threshold, negative_threshold=-threshold``.
