@@ -28,7 +28,7 @@ MESSAGES = {
     "unknown_argument": r"ConfigError: unknown argument treshold=0\.1 \(did you mean threshold\?\)",
     "duplicate_names": r"ValueError: Parameter names in named_parameters must be unique. Found duplicates: twice",
     "overlapping_optimizers_with_equal_names": r"DisagreementError: rank {rank} cannot exchange the gradient of "
-                                               r"'overlapping\.a' while another",
+                                               r"'overlapping{rank}\.a' while another",
     "another_shape_under_a_known_name": r"ResidualError: tensor 'known_name\.a' has shape \(11,\), but its residual",
     "another_version_of_payload": r"PayloadError: tensor 'another_version\.a': the payload of rank \d has version \d",
     "another_min_elements": r"DisagreementError: .* seen by rank {rank}: tensor 'another_min_elements\.bias' \(40 "
