@@ -109,7 +109,10 @@ def test_interrupting_a_measurement_ends_it_with_status_130_and_no_trace() -> No
     while b"measuring" not in shown:  # the progress bar, as on any terminal
         shown += os.read(terminal, 4096)
     process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=30)
+    try:
+        printed, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()  # where the interrupt had no effect
     try:
         while chunk := os.read(terminal, 4096):
             shown += chunk
