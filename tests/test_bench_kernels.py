@@ -101,13 +101,18 @@ def test_a_wrong_argument_is_explained_with_exit_status_2(arguments: list[str], 
 def test_interrupting_a_measurement_ends_it_with_status_130_and_no_trace() -> None:
     terminal, standard_error = pty.openpty()
     process = subprocess.Popen([*COMMAND, "bench", "kernels", "--elements", "300000", "--repeats", "1000000"],
-                               stdout=subprocess.PIPE, stderr=standard_error)
+                               stdout=subprocess.PIPE, stderr=standard_error,
+                               # A suite in the background of a shell ignores SIGINT, and its children would too.
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     os.close(standard_error)
     shown = b""
     while b"measuring" not in shown:  # the progress bar, as on any terminal
         shown += os.read(terminal, 4096)
     process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=30)
+    try:
+        printed, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()  # where the interrupt had no effect
     try:
         while chunk := os.read(terminal, 4096):
             shown += chunk

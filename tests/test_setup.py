@@ -221,6 +221,15 @@ def test_a_cmake_that_is_too_old_is_named_with_its_version(checkout, tmp_path):
     assert "cmake 3.13 or newer (found 3.9.6)" in output
 
 
+def test_a_host_name_that_horovod_could_not_resolve_is_named(checkout, tmp_path):
+    folder = path_without(tmp_path, "uname")
+    (folder / "uname").write_text("#!/bin/sh\necho nowhere.invalid\n")
+    (folder / "uname").chmod(0o755)
+    status, output = checkout.setup(PATH=str(folder))
+    assert status != 0
+    assert "nowhere.invalid, has no address" in output
+
+
 def test_an_unsupported_python_is_refused_before_anything_is_made(checkout):
     checkout.python.write_text("#!/bin/sh\necho 3.13\n")
     status, output = checkout.setup()

@@ -28,7 +28,7 @@ MESSAGES = {
     "unknown_argument": r"ConfigError: unknown argument treshold=0\.1 \(did you mean threshold\?\)",
     "duplicate_names": r"ValueError: Parameter names in named_parameters must be unique. Found duplicates: twice",
     "overlapping_optimizers_with_equal_names": r"DisagreementError: rank {rank} cannot exchange the gradient of "
-                                               r"'overlapping\.a' while another",
+                                               r"'overlapping{rank}\.a' while another",
     "another_shape_under_a_known_name": r"ResidualError: tensor 'known_name\.a' has shape \(11,\), but its residual",
     "another_version_of_payload": r"PayloadError: tensor 'another_version\.a': the payload of rank \d has version \d",
     "another_min_elements": r"DisagreementError: .* seen by rank {rank}: tensor 'another_min_elements\.bias' \(40 "
@@ -76,6 +76,7 @@ def test_use_before_init_is_told() -> None:
 
 
 ONE_PROCESS = """
+    import os
     import torch, horovod.torch as hvd
     from hvd_twobit.torch import TwoBit, residuals_of
     hvd.init()
@@ -87,7 +88,8 @@ ONE_PROCESS = """
     layer(torch.full((1, 3), 0.75)).sum().backward()
     optimizer.step()
     residuals = residuals_of(optimizer)
-    print(layer.weight.flatten().tolist(), {name: residuals[name].ravel().tolist() for name in residuals})
+    print(layer.weight.flatten().tolist(), {name: residuals[name].ravel().tolist() for name in residuals}, flush=True)
+    os._exit(0)  # Horovod 0.28.1 alone hangs now and then at the end of a lone elastic process, after Python has ended.
 """
 
 
