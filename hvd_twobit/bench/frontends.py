@@ -155,15 +155,16 @@ def _torch(folder: pathlib.Path) -> None:
     torch.set_num_threads(1)
     gradients = [torch.from_numpy(gradient) for gradient in _gradients(hvd.rank())]
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    received = [torch.zeros(shape) for shape in SHAPES]
+    for parameter, memory in zip(parameters, received):
+        parameter.grad = memory
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(parameters, lr=1.0), compression=TwoBit(threshold=THRESHOLD),
         named_parameters=[(f"parameter.{number}", parameter) for number, parameter in enumerate(parameters)])
 
     def exchange() -> float:
-        for parameter, gradient in zip(parameters, gradients):
-            parameter.grad.copy_(gradient)
+        for memory, gradient in zip(received, gradients):
+            memory.copy_(gradient)
         hvd.barrier()
         start = time.perf_counter()
         optimizer.synchronize()

@@ -74,6 +74,7 @@ class Tensor:
     @property
     def elements(self) -> int:
         """Number of elements; only where the shape is known."""
+        assert self.shape is not None
         return int(np.prod(self.shape, dtype=np.int64))
 
 
@@ -255,9 +256,11 @@ class _Builder:
         assert tensor.residuals is not None
         codec, lock = tensor.residuals.codec(self._settings.config), tensor.residuals.lock(tensor.name)
 
+        known = tensor.shape or ()
+
         def encode(flat: np.ndarray, shape: np.ndarray | None = None) -> np.ndarray:
             with lock:
-                payload = codec.encode(tensor.name, tensor.shape if shape is None else tuple(shape.tolist()), flat)
+                payload = codec.encode(tensor.name, known if shape is None else tuple(shape.tolist()), flat)
                 # The codec overwrites its memory; Horovod may still be reading that of an exchange before.
                 return aligned_copy(payload)
 

@@ -233,7 +233,7 @@ def _rows(configuration: Configuration, step: int) -> tf.Tensor:
 
 def _as_float(value: Any) -> np.ndarray:
     dense = tf.convert_to_tensor(value)
-    return (dense if dense.dtype == tf.float64 else tf.cast(dense, tf.float32)).numpy()
+    return np.asarray((dense if dense.dtype == tf.float64 else tf.cast(dense, tf.float32)).numpy())
 
 
 class _Taping:
@@ -355,7 +355,8 @@ def session(configuration: Configuration, steps: list[dict[str, np.ndarray]], su
             for part in range(STEPS * _passes(configuration)):
                 running.run(train, {constants[name]: value for name, value in _constants(configuration, part).items()})
                 if (part + 1) % _passes(configuration) == 0:
-                    steps.append({f"weight {name}": value for name, value in running.run(variables).items()})
+                    steps.append({f"weight {name}": np.asarray(value)
+                                  for name, value in running.run(variables).items()})
     return residuals_of(optimizer)
 
 
