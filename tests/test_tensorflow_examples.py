@@ -15,7 +15,6 @@ PARAMETERS = 151_306
 
 @pytest.mark.parametrize("example", ["tensorflow2_keras_digits.py", "tensorflow2_digits.py"])
 def test_example_learns_digits_with_two_bits_per_element(example: str, tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("sklearn")
     horovodrun(2, [sys.executable, str(REPOSITORY / "examples" / "tensorflow2" / example), "--twobit-allreduce",
                    "--epochs", "10", "--output", str(tmp_path / "run.json")])
     run = json.loads((tmp_path / "run.json").read_text())
