@@ -12,10 +12,12 @@ and costs 32 bytes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
 
+from .errors import DisagreementError
 from .payload import VERSION
 
 NBYTES = 32
@@ -34,6 +36,7 @@ class Statement:
     min_elements: int
     tensors: tuple[tuple[str, int, bool], ...]
 
+    @functools.cached_property
     def digest(self) -> bytes:
         """32 bytes, equal where statements mean the same collectives; ``min_elements`` itself does not count."""
         content = json.dumps([VERSION, self.tensors]).encode()
@@ -42,6 +45,11 @@ class Statement:
     def to_json(self) -> bytes:
         """The whole statement as one line of JSON."""
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)}).encode() + b"\n"
+
+
+def disagreement(statements: bytes, rank: int) -> DisagreementError:
+    """The error of a rank that saw other digests than its own; ``statements`` as for ``difference``."""
+    return DisagreementError(f"ranks do not agree on what to exchange, seen by rank {rank}: {difference(statements)}")
 
 
 def difference(statements: bytes) -> str:

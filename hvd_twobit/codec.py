@@ -83,8 +83,7 @@ class Codec:
             PayloadError: a rank sent something else than a payload of this tensor.
         """
         codes, headers = payload.split(gathered, ranks, out.size, name)
-        block_elements = kernels.ELEMENTS_PER_WORD * max(1, codes.shape[1] // 4)
-        self._kernels.unpack_sum(codes, self._levels.of_senders(headers), block_elements, out, scale)
+        self._kernels.unpack_sum(codes, self._levels.of_senders(headers), kernels.whole_tensor(out.size), out, scale)
 
     def discard(self, name: str) -> None:
         """Free what is kept of a tensor, but for its residual; nothing where the name is unknown."""

@@ -1,4 +1,7 @@
-"""How the sum over ranks becomes the result that Horovod's ``op`` and ``gradient_predivide_factor`` ask for."""
+"""How the sum over ranks becomes the result that Horovod's ``op`` and ``gradient_predivide_factor`` ask for.
+
+Also what cannot be summed so: other ops, and gradients that are not real floating point numbers.
+"""
 
 from __future__ import annotations
 
@@ -53,3 +56,9 @@ def refuse_op(hvd: Any, op: Any) -> NoReturn:
     names = {hvd.Adasum: "hvd.Adasum", hvd.Min: "hvd.Min", hvd.Max: "hvd.Max", hvd.Product: "hvd.Product"}
     raise UnsupportedOperationError(f"TwoBit cannot be used with op={names.get(op, op)}: two-bit codes can be summed "
                                     "and averaged only; use hvd.Average or hvd.Sum, or leave compression out")
+
+
+def refuse_dtype(tensor: str, dtype: Any) -> NoReturn:
+    """Raise UnsupportedOperationError for a gradient that is not of real floating point numbers."""
+    raise UnsupportedOperationError(f"tensor {tensor!r} has a gradient of dtype {dtype}; TwoBit exchanges gradients "
+                                    "of real floating point numbers")

@@ -6,6 +6,7 @@ Nothing of codec, payload or front ends is used, so that a mistake there cannot 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -55,3 +56,12 @@ def assert_same_bits(found: np.ndarray, wanted: np.ndarray, what: str) -> None:
     different = ~(same | (np.isnan(found) & np.isnan(wanted)))
     assert not different.any(), f"{what}: {np.count_nonzero(different)} of {found.size} elements differ, " \
                                 f"first {found[different].flat[0]!r} instead of {wanted[different].flat[0]!r}"
+
+
+def thresholds_of(compression: Any, rank: int) -> tuple[float, float]:
+    """Positive and negative threshold of a rank whose TwoBit is made of these arguments (a list: one per rank)."""
+    if isinstance(compression, list):
+        compression = compression[rank % len(compression)]
+    arguments = compression or {}
+    symmetric = arguments.get("threshold", 0.5)
+    return arguments.get("positive_threshold", symmetric), arguments.get("negative_threshold", -symmetric)

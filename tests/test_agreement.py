@@ -10,11 +10,11 @@ BASE = Statement(1024, (("bias", 10, False), ("weight", 4096, True)))
 
 
 def test_a_digest_has_32_bytes() -> None:
-    assert len(BASE.digest()) == NBYTES == 32
+    assert len(BASE.digest) == NBYTES == 32
 
 
 def test_min_elements_alone_does_not_matter_where_it_decides_the_same() -> None:
-    assert Statement(2048, BASE.tensors).digest() == BASE.digest()
+    assert Statement(2048, BASE.tensors).digest == BASE.digest
 
 
 def test_another_decision_another_size_or_another_name_changes_the_digest() -> None:
@@ -22,7 +22,7 @@ def test_another_decision_another_size_or_another_name_changes_the_digest() -> N
               Statement(1024, (("bias", 11, False), ("weight", 4096, True))),
               Statement(1024, (("biaz", 10, False), ("weight", 4096, True))),
               Statement(1024, (("weight", 4096, True),))]
-    assert len({statement.digest() for statement in [BASE, *others]}) == 5
+    assert len({statement.digest for statement in [BASE, *others]}) == 5
 
 
 def told(*statements: Statement) -> str:

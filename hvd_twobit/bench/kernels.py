@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import kernels
-from ..kernels import Quantizer, block_count, packed_nbytes
+from ..kernels import Quantizer, block_count, packed_nbytes, whole_tensor
 from . import machine_facts, progress_bar
 
 QUANTIZE_LIMIT_ADDS = 1.15
@@ -95,7 +95,7 @@ class Workload:
 
     def cases(self) -> list[tuple[Case, Callable[[], object]]]:
         """Every case that is measured and what runs it once, in the order of the tables."""
-        sizes = (("one", 4 * packed_nbytes(self.elements)), (str(BLOCK_ELEMENTS), BLOCK_ELEMENTS))
+        sizes = (("one", whole_tensor(self.elements)), (str(BLOCK_ELEMENTS), BLOCK_ELEMENTS))
         quantize = [self._quantize_case(name, block_elements, share)
                     for name, block_elements in sizes for share in THRESHOLDS]
         unpack = [self._unpack_case(name, block_elements, levels, ranks, scale)

@@ -56,6 +56,11 @@ def block_count(elements: int, block_elements: int) -> int:
     return max(1, -(-elements // block_elements))
 
 
+def whole_tensor(elements: int) -> int:
+    """``block_elements`` of a tensor that is one block."""
+    return max(ELEMENTS_PER_WORD, 4 * packed_nbytes(elements))
+
+
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
     """Where one tensor's elements are decided and what their codes stand for, per block.
@@ -83,7 +88,7 @@ class Quantizer:
     def fixed(cls, positive: float, negative: float, elements: int) -> Quantizer:
         """One block, decided at the levels themselves, as MXNet does."""
         up, down = np.full(1, positive, np.float32), np.full(1, negative, np.float32)
-        return cls(max(ELEMENTS_PER_WORD, 4 * packed_nbytes(elements)), up, down, up, down)
+        return cls(whole_tensor(elements), up, down, up, down)
 
 
 def check_quantize_arguments(gradient: np.ndarray, residual: np.ndarray, packed: np.ndarray,

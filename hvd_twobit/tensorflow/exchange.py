@@ -27,11 +27,11 @@ import numpy as np
 import tensorflow as tf
 from horovod.common.util import split_list
 
-from ..agreement import NBYTES, Statement, difference
+from ..agreement import NBYTES, Statement, disagreement
 from ..config import TwoBitConfig
-from ..errors import DisagreementError, UnsupportedOperationError
+from ..errors import UnsupportedOperationError
 from ..payload import payload_nbytes
-from ..reduction import Reduction
+from ..reduction import Reduction, refuse_dtype
 from .buffers import Recycled, aligned_copy
 from .graphs import building_with_xla, collective_name, held_until
 from .variables import VariableResiduals, unique
@@ -155,6 +155,7 @@ class _Builder:
         self._settings = settings
         self._tensors = list(tensors)
         self._elastic = elastic
+        self._last_stated: tuple[list[int], Statement] | None = None
 
     def build(self, gradients: Sequence[Any]) -> list[Any]:
         """The reduced gradients, symbolically."""
@@ -201,13 +202,13 @@ class _Builder:
                  if tensor.travel is Travel.BY_SIZE]
         process_set = self._settings.process_set
         with tf.device("/cpu:0"):
-            mine = tf.numpy_function(lambda *sizes: np.frombuffer(self._statement(sizes).digest(), np.uint8).copy(),
+            mine = tf.numpy_function(lambda *sizes: np.frombuffer(self._statement(sizes).digest, np.uint8).copy(),
                                      sizes, tf.uint8)
             mine.set_shape([NBYTES])
             digests = hvd.allgather(mine, name=collective_name("HorovodAllgather", "agreement"), ignore_name_scope=True,
                                     process_set=process_set)
             equal = tf.numpy_function(
-                lambda digests, *sizes: digests.tobytes() == self._statement(sizes).digest() * process_set.size(),
+                lambda digests, *sizes: digests.tobytes() == self._statement(sizes).digest * process_set.size(),
                 [digests, *sizes], tf.bool, stateful=False)
             equal.set_shape([])
             return tf.cond(equal, lambda: tf.constant(0), lambda: self._tell_difference(digests, sizes))
@@ -221,20 +222,26 @@ class _Builder:
                               ignore_name_scope=True, process_set=self._settings.process_set)
 
         def fail(lines: np.ndarray) -> np.ndarray:
-            raise DisagreementError(f"ranks do not agree on what to exchange, seen by rank {hvd.rank()}: "
-                                    f"{difference(lines.tobytes())}")
+            raise disagreement(lines.tobytes(), hvd.rank())
 
         never = tf.numpy_function(fail, [lines], tf.int32, stateful=False)
         never.set_shape([])
         return never
 
     def _statement(self, sizes: Sequence[Any]) -> Statement:
+        """What this rank exchanges; made anew only where a size that is known in the step has changed."""
+        elements, last = [int(size) for size in sizes], self._last_stated
+        if last is None or last[0] != elements:
+            last = self._last_stated = (elements, self._stated(elements))
+        return last[1]
+
+    def _stated(self, sizes: Sequence[int]) -> Statement:
         min_elements = self._settings.config.min_elements
         remaining = iter(sizes)
         stated = []
         for tensor in self._tensors:
             if tensor.travel is Travel.BY_SIZE:
-                elements = int(next(remaining))
+                elements = next(remaining)
                 stated.append((tensor.label, elements, elements >= min_elements))
             else:
                 elements = -1 if tensor.shape is None else tensor.elements
@@ -333,8 +340,7 @@ def describe(config: TwoBitConfig, gradient: Any, variable: Any, label: str, res
         UnsupportedOperationError: the gradient is not of real floating point numbers.
     """
     if not gradient.dtype.is_floating:
-        raise UnsupportedOperationError(f"tensor {label!r} has a gradient of dtype {gradient.dtype.name}; TwoBit "
-                                        "exchanges gradients of real floating point numbers")
+        refuse_dtype(label, gradient.dtype.name)
     sparse = isinstance(gradient, tf.IndexedSlices)
     static = variable.shape if sparse or not gradient.shape.is_fully_defined() else gradient.shape
     shape = tuple(static.as_list()) if static.is_fully_defined() else None

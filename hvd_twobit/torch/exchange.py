@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from ..agreement import Statement, difference
+from ..agreement import Statement, disagreement
 from ..codec import Codec
 from ..config import TwoBitConfig
-from ..errors import DisagreementError, UnsupportedOperationError
-from ..reduction import Reduction
+from ..errors import DisagreementError
+from ..reduction import Reduction, refuse_dtype
 from ..residuals import ResidualRegistry
 
 Handle = Union[int, Callable[[], Any]]
@@ -91,8 +91,7 @@ class Exchange:
 
     def _prepare(self, name: str, gradient: torch.Tensor) -> Pending:
         if not gradient.dtype.is_floating_point:
-            raise UnsupportedOperationError(f"tensor {name!r} has a gradient of dtype {gradient.dtype}; TwoBit "
-                                            "exchanges gradients of real floating point numbers")
+            refuse_dtype(name, gradient.dtype)
         _drain(self._in_flight.pop(name, None))
         if self._codec.compresses(gradient.numel()):
             flat = _flat_float32(gradient)
@@ -153,16 +152,15 @@ class Exchange:
     def _begin_agreement(self) -> None:
         """Send this rank's statement unless it was sent in this step."""
         if self._agreement is None:
-            self._agreement = self._allgather(np.frombuffer(self._statement.digest(), np.uint8).copy(), "")
+            self._agreement = self._allgather(np.frombuffer(self._statement.digest, np.uint8).copy(), "")
 
     def _check_agreement(self) -> None:
         digests = hvd.synchronize(self._agreement).numpy().tobytes()
-        if digests == self._statement.digest() * self._process_set.size():
+        if digests == self._statement.digest * self._process_set.size():
             return
         line = np.frombuffer(self._statement.to_json(), np.uint8).copy()
         statements = hvd.synchronize(self._allgather(line, ".details")).numpy().tobytes()
-        raise DisagreementError(f"ranks do not agree on what to exchange, seen by rank {hvd.rank()}: "
-                                f"{difference(statements)}")
+        raise disagreement(statements, hvd.rank())
 
     def _allgather(self, content: np.ndarray, suffix: str) -> int:
         first = self._statement.tensors[0][0] if self._statement.tensors else ""

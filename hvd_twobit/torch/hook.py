@@ -26,22 +26,6 @@ from ..residuals import ResidualRegistry
 from .compressor import TwoBit
 from .exchange import Exchange, Handle, Pending
 
-_PARAMETERS = {
-    "__init__": ["self", "params", "named_parameters", "compression", "backward_passes_per_step", "op",
-                 "gradient_predivide_factor", "groups", "sparse_as_dense", "process_set"],
-    "load_state_dict": ["self", "args", "kwargs"],
-    "_register_hooks": ["self"],
-    "_allreduce_grad_async": ["self", "p"],
-    "_grouped_allreduce_grad_async": ["self", "ps"],
-    "_sparse_allreduce_grad_async": ["self", "p", "name"],
-    "synchronize": ["self"],
-}
-_ATTRIBUTES = {
-    "__init__": ["_compression", "_parameter_names", "_handles", "_p_to_group", "_group_counts", "_requires_update"],
-    "synchronize": ["_compression", "decompress", "_handles", "_requires_update"],
-}
-_ADASUM_PARAMETERS = ["self", "params", "named_parameters", "compression", "backward_passes_per_step"]
-
 
 def install() -> None:
     """Teach Horovod's PyTorch optimizers about TwoBit; a second call does nothing.
@@ -62,9 +46,19 @@ def install() -> None:
 
 def check_horovod(version: str, optimizer: type, adasum: type) -> None:
     """Raise UnsupportedHorovodError unless the version is supported and the classes have the expected form."""
-    check_form(version, [*(Expected(optimizer, method, names, _ATTRIBUTES.get(method, ()))
-                           for method, names in _PARAMETERS.items()),
-                         Expected(adasum, "__init__", _ADASUM_PARAMETERS)])
+    check_form(version, [
+        Expected(optimizer, "__init__", [
+            "self", "params", "named_parameters", "compression", "backward_passes_per_step", "op",
+            "gradient_predivide_factor", "groups", "sparse_as_dense", "process_set"], [
+            "_compression", "_parameter_names", "_handles", "_p_to_group", "_group_counts", "_requires_update"]),
+        Expected(optimizer, "load_state_dict", ["self", "args", "kwargs"]),
+        Expected(optimizer, "_register_hooks", ["self"]),
+        Expected(optimizer, "_allreduce_grad_async", ["self", "p"]),
+        Expected(optimizer, "_grouped_allreduce_grad_async", ["self", "ps"]),
+        Expected(optimizer, "_sparse_allreduce_grad_async", ["self", "p", "name"]),
+        Expected(optimizer, "synchronize", ["self"], ["_compression", "decompress", "_handles", "_requires_update"]),
+        Expected(adasum, "__init__", [
+            "self", "params", "named_parameters", "compression", "backward_passes_per_step"])])
 
 
 def residuals_of(optimizer: torch.optim.Optimizer) -> ResidualRegistry:

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvd_twobit import payload
 from hvd_twobit.tensorflow import TwoBit, residuals_of
+from tests.scenarios import told_by
 
 EVERYTHING = TwoBit(min_elements=0)
 
@@ -168,11 +169,4 @@ SCENARIOS: list[Callable[[], None]] = [
 
 def run() -> dict[str, str]:
     """Type and message of the error of every scenario on this rank."""
-    told = {}
-    for scenario in SCENARIOS:
-        try:
-            scenario()
-            told[scenario.__name__] = "no error"
-        except Exception as error:
-            told[scenario.__name__] = f"{type(error).__name__}: {error}"
-    return told
+    return told_by(SCENARIOS)

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_twobit.tensorflow import TwoBit, residuals_of
-from tests.simulation import SimulatedTensor, gradient
+from tests.simulation import SimulatedTensor, gradient, thresholds_of
 
 STEPS = 20
 LEARNING_RATE = 0.25
@@ -122,15 +122,6 @@ CONFIGURATIONS = {
     "Keras's fit in mixed precision": _keras("fit", loss_scale=8, compression=dict(threshold=3.0)),
     "Keras's fit in mixed precision, legacy": _keras("fit_legacy", loss_scale=8, compression=dict(threshold=3.0)),
 }
-
-
-def _thresholds(configuration: Configuration, rank: int) -> tuple[float, float]:
-    arguments = configuration.compression
-    if isinstance(arguments, list):
-        arguments = arguments[rank % len(arguments)]
-    arguments = arguments or {}
-    symmetric = arguments.get("threshold", 0.5)
-    return arguments.get("positive_threshold", symmetric), arguments.get("negative_threshold", -symmetric)
 
 
 def _compressed(configuration: Configuration, name: str) -> bool:
@@ -478,7 +469,7 @@ def expected(name: str, size: int, rank: int) -> tuple[list[dict[str, np.ndarray
     scale = 1 / factor * factor / len(ranks) if average else 1.0
     after = configuration.loss_scale * (_passes(configuration) if
                                         configuration.options.get("average_aggregated_gradients") else 1)
-    simulated = {variable: SimulatedTensor([_thresholds(configuration, rank) for rank in ranks],
+    simulated = {variable: SimulatedTensor([thresholds_of(configuration.compression, rank) for rank in ranks],
                                            int(np.prod(configuration.shapes[variable])))
                  for variable in configuration.shapes if _compressed(configuration, variable) and len(ranks) > 1}
     kind = tf.as_dtype(configuration.dtype).as_numpy_dtype

@@ -14,6 +14,7 @@ import torch
 
 from hvd_twobit import payload
 from hvd_twobit.torch import TwoBit, residuals_of
+from tests.scenarios import told_by
 
 EVERYTHING = TwoBit(min_elements=0)
 
@@ -151,14 +152,7 @@ SCENARIOS: list[Callable[[], None]] = [
 
 def run() -> dict[str, str]:
     """Type and message of the error of every scenario on this rank."""
-    told = {}
-    for scenario in SCENARIOS:
-        try:
-            scenario()
-            told[scenario.__name__] = "no error"
-        except Exception as error:
-            told[scenario.__name__] = f"{type(error).__name__}: {error}"
-    return told
+    return told_by(SCENARIOS)
 
 
 def two_optimizers() -> dict[str, Any]:

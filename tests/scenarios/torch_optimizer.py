@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hvd_twobit.torch import TwoBit, residuals_of
-from tests.simulation import SimulatedTensor, gradient
+from tests.simulation import SimulatedTensor, gradient, thresholds_of
 
 STEPS = 20
 LEARNING_RATE = 0.25
@@ -92,15 +92,6 @@ CONFIGURATIONS = {
     "overflow on one rank": Configuration(dict(threshold=0.4), overflow=True),
     "overflow on one rank in float16": Configuration(dict(threshold=0.4), dtype="float16", overflow=True),
 }
-
-
-def _thresholds(configuration: Configuration, rank: int) -> tuple[float, float]:
-    arguments = configuration.compression
-    if isinstance(arguments, list):
-        arguments = arguments[rank % len(arguments)]
-    arguments = arguments or {}
-    symmetric = arguments.get("threshold", 0.5)
-    return arguments.get("positive_threshold", symmetric), arguments.get("negative_threshold", -symmetric)
 
 
 def _min_elements(configuration: Configuration) -> int:
@@ -229,7 +220,7 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
     average = configuration.options.get("op", "Average") == "Average"
     factor = configuration.options.get("gradient_predivide_factor", 1.0)
     scale = 1 / factor * factor / len(ranks) if average else 1.0
-    tensors = {parameter: SimulatedTensor([_thresholds(configuration, rank) for rank in ranks],
+    tensors = {parameter: SimulatedTensor([thresholds_of(configuration.compression, rank) for rank in ranks],
                                           int(np.prod(configuration.shapes[parameter])))
                for parameter in configuration.shapes
                if _compressed(configuration, parameter) and parameter != configuration.frozen}
