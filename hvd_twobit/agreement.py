@@ -15,8 +15,9 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 
+from .config import TwoBitConfig
 from .errors import DisagreementError
 from .payload import VERSION
 
@@ -25,22 +26,49 @@ _MAGIC = b"2BAG"
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchanged:
+    """One tensor of a statement.
+
+    Attributes:
+        name: the tensor's name.
+        elements: number of elements.
+        compressed: whether it travels compressed in this step.
+        group: name of the first tensor of the group that travels together; its own where it travels alone.
+    """
+
+    name: str
+    elements: int
+    compressed: bool
+    group: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Statement:
-    """What one rank exchanges for one optimizer.
+    """What one rank exchanges for one optimizer in one step.
 
     Attributes:
         min_elements: the configured size from which on tensors are compressed; for messages.
-        tensors: name, number of elements and whether it is compressed, of every tensor, sorted by name.
+        warmup_steps: the configured number of uncompressed steps; for messages.
+        block_elements: elements that share an adaptive level; 0 where thresholds are fixed.
+        tensors: all tensors, sorted by name.
     """
 
     min_elements: int
-    tensors: tuple[tuple[str, int, bool], ...]
+    warmup_steps: int
+    block_elements: int
+    tensors: tuple[Exchanged, ...]
+
+    @classmethod
+    def of(cls, config: TwoBitConfig, tensors: Iterable[Exchanged]) -> Statement:
+        """What a rank with a configuration exchanges."""
+        return cls(config.min_elements, config.warmup_steps, config.block_elements if config.adaptive else 0,
+                   tuple(sorted(tensors, key=lambda tensor: tensor.name)))
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """32 bytes, equal where statements mean the same collectives; ``min_elements`` itself does not count."""
-        content = json.dumps([VERSION, self.tensors]).encode()
-        return _MAGIC + hashlib.blake2b(content, digest_size=NBYTES - len(_MAGIC)).digest()
+        """32 bytes, equal where statements mean the same collectives, however that was configured."""
+        content = json.dumps([VERSION, self.block_elements, [dataclasses.astuple(tensor) for tensor in self.tensors]])
+        return _MAGIC + hashlib.blake2b(content.encode(), digest_size=NBYTES - len(_MAGIC)).digest()
 
     def to_json(self) -> bytes:
         """The whole statement as one line of JSON."""
@@ -64,23 +92,45 @@ def difference(statements: bytes) -> str:
         if other["version"] != first["version"]:
             return (f"rank {rank} sends payloads of version {other['version']}, rank 0 of version {first['version']}: "
                     "install the same hvd_twobit on every rank")
+        if other["block_elements"] != first["block_elements"]:
+            return (f"rank 0 has {_levels(first)} and rank {rank} has {_levels(other)}: give TwoBit the same arguments "
+                    "on every rank")
         mine, theirs = _by_name(first), _by_name(other)
         for name in sorted(mine.keys() | theirs.keys()):
             if name not in mine or name not in theirs:
                 has, lacks = (rank, 0) if name not in mine else (0, rank)
                 return (f"tensor {name!r} is exchanged by rank {has} and not by rank {lacks}: give the optimizers of "
                         "all ranks the same named parameters, and freeze the same ones")
-            (elements, compressed), (their_elements, their_compressed) = mine[name], theirs[name]
-            if elements != their_elements:
-                return (f"tensor {name!r} has {elements} elements on rank 0 and {their_elements} on rank {rank}: "
-                        "build the same model on every rank")
-            if compressed != their_compressed:
-                yes, no = (0, rank) if compressed else (rank, 0)
-                return (f"tensor {name!r} ({elements} elements) is compressed by rank {yes} and not by rank {no}: "
-                        f"min_elements is {first['min_elements']} on rank 0 and {other['min_elements']} on rank {rank};"
-                        " give every rank the same")
+            told = _difference_of(mine[name], theirs[name], first, other, rank)
+            if told:
+                return f"tensor {name!r} {told}"
     return "the statements of all ranks are equal, but their digests were not: bytes were damaged on the way"
 
 
-def _by_name(statement: dict) -> dict[str, Sequence]:
-    return {name: (elements, compressed) for name, elements, compressed in statement["tensors"]}
+def _difference_of(tensor: dict, others: dict, first: dict, other: dict, rank: int) -> str | None:
+    """What rank 0 and another rank say differently of a tensor, or None."""
+    if tensor["elements"] != others["elements"]:
+        return (f"has {tensor['elements']} elements on rank 0 and {others['elements']} on rank {rank}: build the same "
+                "model on every rank")
+    if tensor["compressed"] != others["compressed"]:
+        yes, no = (0, rank) if tensor["compressed"] else (rank, 0)
+        what = f"({tensor['elements']} elements) is compressed by rank {yes} and not by rank {no}: "
+        for setting in ("min_elements", "warmup_steps"):
+            if first[setting] != other[setting]:
+                return (f"{what}{setting} is {first[setting]} on rank 0 and {other[setting]} on rank {rank}; give "
+                        "every rank the same")
+        return (f"{what}rank {no} is still in its uncompressed steps; load states of the same step on every rank, or "
+                "call residuals_of(optimizer).forget_levels() on every rank")
+    if tensor["group"] != others["group"]:
+        return (f"is exchanged in the group of {tensor['group']!r} on rank 0 and in that of {others['group']!r} on rank "
+                f"{rank}: form the same groups on every rank")
+    return None
+
+
+def _levels(statement: dict) -> str:
+    blocks = statement["block_elements"]
+    return f'threshold="auto" with block_elements={blocks}' if blocks else "a fixed threshold"
+
+
+def _by_name(statement: dict) -> dict[str, dict]:
+    return {tensor["name"]: tensor for tensor in statement["tensors"]}

@@ -18,11 +18,12 @@ Self = TypeVar("Self", bound="TwoBitParameters")
 class TwoBitParameters:
     """The parameters of 2-bit compression; the front ends' ``TwoBit`` classes document them."""
 
-    def __init__(self, threshold: float | None = None, *, positive_threshold: float | None = None,
+    def __init__(self, threshold: float | str | None = None, *, positive_threshold: float | None = None,
                  negative_threshold: float | None = None, min_elements: int | None = None,
-                 **unknown: Any) -> None:
-        self.config = TwoBitConfig.from_arguments(threshold, positive_threshold, negative_threshold,
-                                                  min_elements=min_elements, **unknown)
+                 warmup_steps: int | None = None, block_elements: int | None = None, **unknown: Any) -> None:
+        self.config = TwoBitConfig.from_arguments(
+            threshold, positive_threshold, negative_threshold, block_elements, min_elements=min_elements,
+            warmup_steps=warmup_steps, **unknown)
 
     @classmethod
     def from_params(cls: type[Self], params: Mapping[str, Any], **arguments: Any) -> Self:

@@ -16,11 +16,19 @@ from typing import Any
 
 from .errors import ConfigError
 
-DEFAULT_THRESHOLD = 0.5
+AUTO = "auto"
+"""The ``threshold`` that stands for adaptive levels."""
+
+MXNET_THRESHOLD = 0.5
 """MXNet's default threshold, in the unit of the gradient."""
 
 DEFAULT_MIN_ELEMENTS = 1024
 """Tensors with fewer elements (biases, norms) travel uncompressed: their bytes do not count, their precision does."""
+
+DEFAULT_BLOCK_ELEMENTS = 1024
+"""Consecutive elements that share an adaptive level; its table takes 8 bytes, 3 % of their codes. See docs/design.md."""
+
+_BLOCK_GRANULE = 16  # Blocks are whole words of packed codes.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,54 +37,81 @@ class TwoBitConfig:
 
     Attributes:
         positive_threshold: > 0, in the unit of the gradient, exactly representable in float32. A residual at or above
-            it is sent as this value.
+            it is sent as this value. None, like ``negative_threshold``: levels adapt to the gradient.
         negative_threshold: < 0, likewise for residuals at or below it.
         min_elements: tensors with fewer elements travel uncompressed in Horovod's own allreduce; 0 compresses all.
+        warmup_steps: exchanges at the beginning in which a tensor travels uncompressed; with adaptive levels, after
+            the first one, which always does.
+        block_elements: elements that share an adaptive level, a multiple of 16.
 
     Raises:
         ConfigError: a value cannot be used; the message names the parameter, the value and what is expected.
     """
 
-    positive_threshold: float = DEFAULT_THRESHOLD
-    negative_threshold: float = -DEFAULT_THRESHOLD
+    positive_threshold: float | None = None
+    negative_threshold: float | None = None
     min_elements: int = DEFAULT_MIN_ELEMENTS
+    warmup_steps: int = 0
+    block_elements: int = DEFAULT_BLOCK_ELEMENTS
 
     def __post_init__(self) -> None:
-        positive = _float32("positive_threshold", self.positive_threshold)
-        negative = _float32("negative_threshold", self.negative_threshold)
-        if positive < 0:
-            raise ConfigError(f"positive_threshold must be above zero, not {self.positive_threshold!r}")
-        if negative > 0:
-            raise ConfigError(f"negative_threshold must be below zero, not {self.negative_threshold!r}")
-        if isinstance(self.min_elements, bool) or not isinstance(self.min_elements, numbers.Integral):
-            raise ConfigError(f"min_elements must be a whole number of elements, not {self.min_elements!r}")
-        if self.min_elements < 0:
-            raise ConfigError(f"min_elements must be 0 or more elements, not {self.min_elements}")
-        object.__setattr__(self, "positive_threshold", positive)
-        object.__setattr__(self, "negative_threshold", negative)
-        object.__setattr__(self, "min_elements", int(self.min_elements))
+        if (self.positive_threshold is None) != (self.negative_threshold is None):
+            raise ConfigError("positive_threshold and negative_threshold are given together, or neither is")
+        if not self.adaptive:
+            positive = _float32("positive_threshold", self.positive_threshold)
+            negative = _float32("negative_threshold", self.negative_threshold)
+            if positive < 0:
+                raise ConfigError(f"positive_threshold must be above zero, not {self.positive_threshold!r}")
+            if negative > 0:
+                raise ConfigError(f"negative_threshold must be below zero, not {self.negative_threshold!r}")
+            object.__setattr__(self, "positive_threshold", positive)
+            object.__setattr__(self, "negative_threshold", negative)
+        for name, unit in (("min_elements", "elements"), ("warmup_steps", "steps"), ("block_elements", "elements")):
+            object.__setattr__(self, name, _whole(name, unit, getattr(self, name)))
+        if self.block_elements % _BLOCK_GRANULE or not 0 < self.block_elements < 2**31:
+            raise ConfigError(f"block_elements must be a positive multiple of {_BLOCK_GRANULE} elements below 2**31, "
+                              f"not {self.block_elements}")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether levels follow the gradient (``threshold="auto"``)."""
+        return self.positive_threshold is None
+
+    @property
+    def uncompressed_steps(self) -> int:
+        """Exchanges in which a tensor travels uncompressed before it is compressed."""
+        return self.warmup_steps + self.adaptive
 
     @classmethod
     def from_arguments(cls, threshold: Any = None, positive_threshold: Any = None, negative_threshold: Any = None,
-                       **others: Any) -> TwoBitConfig:
+                       block_elements: Any = None, **others: Any) -> TwoBitConfig:
         """Make a configuration from the keyword arguments of ``TwoBit``.
 
-        ``threshold=t`` is short for ``positive_threshold=t, negative_threshold=-t``. An argument that is None takes
-        its default; where one side of the pair is given, the other keeps MXNet's default of 0.5 or -0.5.
+        ``threshold="auto"`` asks for adaptive levels and is the default; ``threshold=t`` is short for
+        ``positive_threshold=t, negative_threshold=-t``. An argument that is None takes its default; where one side of
+        the pair is given, the other is MXNet's default of 0.5 or -0.5.
 
         Raises:
             ConfigError: an argument is unknown, contradicts another or has a value that cannot be used.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         _refuse_unknown("argument", others, ["threshold", *known])
+        sides = {"positive_threshold": positive_threshold, "negative_threshold": negative_threshold}
+        given = {name: value for name, value in sides.items() if value is not None}
         if threshold is not None:
-            for name, value in (("positive_threshold", positive_threshold), ("negative_threshold", negative_threshold)):
-                if value is not None:
-                    raise ConfigError(f"threshold={threshold!r} already stands for both thresholds; "
-                                      f"leave it out, or leave out {name}={value!r}")
-            positive_threshold, negative_threshold = _both_sides(threshold)
-        given = {"positive_threshold": positive_threshold, "negative_threshold": negative_threshold, **others}
-        return cls(**{name: value for name, value in given.items() if value is not None})
+            for name, value in given.items():
+                raise ConfigError(f"threshold={threshold!r} already stands for both thresholds; "
+                                  f"leave it out, or leave out {name}={value!r}")
+            if not isinstance(threshold, str) or threshold != AUTO:
+                given = _both_sides(threshold)
+        elif given:
+            given = {"positive_threshold": MXNET_THRESHOLD, "negative_threshold": -MXNET_THRESHOLD, **given}
+        if block_elements is not None:
+            if given:
+                raise ConfigError(f"block_elements={block_elements!r} belongs to threshold={AUTO!r}: a fixed threshold "
+                                  "is the same for all elements; leave one of them out")
+            given["block_elements"] = block_elements
+        return cls(**given, **{name: value for name, value in others.items() if value is not None})
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any], **arguments: Any) -> TwoBitConfig:
@@ -113,14 +148,27 @@ class TwoBitConfig:
         for name in arguments:
             if "threshold" in name:
                 raise ConfigError(f"{name}={arguments[name]!r}: the thresholds are those of the dictionary")
+        if not values:
+            values = {"threshold": MXNET_THRESHOLD}
         return cls.from_arguments(**arguments, **values)
 
 
-def _both_sides(threshold: Any) -> tuple[float, float]:
+def _both_sides(threshold: Any) -> dict[str, Any]:
+    if isinstance(threshold, str):
+        raise ConfigError(f"threshold must be a number in the unit of the gradient or {AUTO!r}, not {threshold!r}"
+                          f"{_did_you_mean(threshold, [AUTO])}")
     value = _float32("threshold", threshold)
     if value < 0:
         raise ConfigError(f"threshold must be above zero, not {threshold!r}")
-    return value, -value
+    return {"positive_threshold": value, "negative_threshold": -value}
+
+
+def _whole(name: str, unit: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ConfigError(f"{name} must be a whole number of {unit}, not {value!r}")
+    if value < 0:
+        raise ConfigError(f"{name} must be 0 or more {unit}, not {value}")
+    return int(value)
 
 
 def _float32(name: str, value: Any) -> float:
@@ -159,10 +207,12 @@ def _did_you_mean(name: Any, known: list[str]) -> str:
 
 def describe(config: TwoBitConfig) -> str:
     """The arguments that make ``config``, for a ``repr``."""
-    fields: list[tuple[str, float | None]]
-    if config.positive_threshold == -config.negative_threshold:
-        fields = [("threshold", config.positive_threshold)]
+    fields: dict[str, Any]
+    if config.adaptive:
+        fields = {"threshold": AUTO, "block_elements": config.block_elements}
+    elif config.positive_threshold == -config.negative_threshold:  # type: ignore[operator]
+        fields = {"threshold": config.positive_threshold}
     else:
-        fields = [("positive_threshold", config.positive_threshold), ("negative_threshold", config.negative_threshold)]
-    fields.append(("min_elements", config.min_elements))
-    return ", ".join(f"{name}={value!r}" for name, value in fields)
+        fields = {name: getattr(config, name) for name in ("positive_threshold", "negative_threshold")}
+    fields.update(min_elements=config.min_elements, warmup_steps=config.warmup_steps)
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())

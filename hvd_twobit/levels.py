@@ -1,34 +1,171 @@
 """Which thresholds and levels a tensor is quantized with, and which levels the received codes stand for.
 
-Fixed levels only: one block per tensor, decided at the levels themselves, as MXNet does.
+Two policies, one interface. ``FixedLevels`` are the configured thresholds: one block per tensor, decided at the levels
+themselves, as MXNet does. ``AdaptiveLevels`` follow the gradient, with a level per block of consecutive elements:
+
+- A tensor travels uncompressed first. Then a block's level is twice the mean magnitude of its averaged gradient.
+- An element is sent where its residual is nearer to the level than to zero: decided at half the level.
+- Each rank tells, per block, sum and number of the magnitudes that it selected. The next level is their mean over all
+  ranks: a step of Lloyd's algorithm, which moves a level to the centroid of what it stands for, one exchange late. A
+  level that is far too low selects everything, so it is right after one exchange.
+- Where no rank selected anything, the level is too high. Ranks then tell the sum of all magnitudes in the block, and
+  the next level is twice their mean, as at first; where there is nothing at all, the level stays.
+
+Every rank computes the next levels from the same numbers in the same order, so all have the same bits. Levels are kept
+between ``LOWEST`` and ``HIGHEST``.
+
+Sources: S. Lloyd, "Least squares quantization in PCM", 1982, for the centroid; docs/convergence.md for the choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
 
 import numpy as np
 
 from .config import TwoBitConfig
 from .kernels import Quantizer
-from .payload import Header
+from .payload import Header, Layout, Received
+
+LOWEST = np.float32(2.0 ** -125)
+"""The lowest adaptive level: half of it is the least normal float32."""
+
+HIGHEST = np.float32(2.0 ** 120)
+"""The highest adaptive level: 128 ranks can add it up in float32."""
+
+LEVEL_OF_MEAN = 2.0
+"""An adaptive level in relation to the mean magnitude, where nothing else is known."""
+
+_FLOAT32_MAX = np.finfo(np.float32).max
+_BLOCKS_AT_ONCE = 256  # Keeps temporaries small.
 
 
 class FixedLevels:
     """The configured thresholds, for every tensor and step."""
 
-    def __init__(self, config: TwoBitConfig) -> None:
-        self._config = config
+    def __init__(self, positive: float, negative: float) -> None:
+        self._positive, self._negative = positive, negative
 
-    def quantizer(self, elements: int) -> Quantizer:
-        """The quantizer of a tensor of so many elements."""
-        return Quantizer.fixed(self._config.positive_threshold, self._config.negative_threshold, elements)
+    def layout(self, elements: int) -> Layout:
+        """The layout of the payload of a tensor of so many elements."""
+        return Layout(elements)
 
-    def header(self, elements: int) -> Header:
-        """The header that tells receivers what the codes of such a tensor stand for."""
-        return Header(elements, self._config.positive_threshold, self._config.negative_threshold)
+    def first(self, reduced: np.ndarray, factor: float) -> None:
+        """The levels after an uncompressed exchange: none are kept, whatever the gradient was."""
 
-    @staticmethod
-    def of_senders(headers: Sequence[Header]) -> np.ndarray:
-        """Levels of the ranks that sent ``headers``: float32[ranks, 1, 2], positive and negative."""
-        return np.array([[[header.positive_level, header.negative_level]] for header in headers], np.float32)
+    def quantizer(self, levels: np.ndarray | None, elements: int) -> Quantizer:
+        """The quantizer of a tensor."""
+        return Quantizer.fixed(self._positive, self._negative, elements)
+
+    def header(self, levels: np.ndarray | None, elements: int) -> Header:
+        """The header that tells receivers what the codes of a tensor stand for."""
+        return Header(elements, self._positive, self._negative)
+
+    def of_senders(self, levels: np.ndarray | None, received: Received) -> np.ndarray:
+        """What codes stand for: float32[ranks, 1, 2], positive and negative level of each rank."""
+        return np.array([[[header.positive_level, header.negative_level]] for header in received.headers], np.float32)
+
+    def next(self, levels: np.ndarray | None, received: Received, elements: int) -> None:
+        """The levels of the next exchange: none are kept."""
+
+    def write_table(self, table: np.ndarray, selected_sum: np.ndarray, selected_count: np.ndarray,
+                    residual: np.ndarray) -> None:
+        """Nothing: the payload has no block table."""
+
+
+class AdaptiveLevels:
+    """Levels that follow the gradient, one per block of ``block_elements`` elements: float32[blocks]."""
+
+    def __init__(self, block_elements: int) -> None:
+        self._block_elements = block_elements
+
+    def layout(self, elements: int) -> Layout:
+        """The layout of the payload of a tensor of so many elements."""
+        return Layout(elements, self._block_elements)
+
+    def first(self, reduced: np.ndarray, factor: float) -> np.ndarray | None:
+        """The levels after an uncompressed exchange.
+
+        Args:
+            reduced: float32[elements], the gradient that all ranks received.
+            factor: what makes it the average over ranks.
+
+        Returns:
+            None where an element is not finite: it says nothing about the next gradients.
+        """
+        sums = self._block_sums(reduced)
+        if not np.isfinite(sums).all():
+            return None
+        return within_limits(LEVEL_OF_MEAN * factor * sums / np.maximum(self._sizes(reduced.size), 1))
+
+    def quantizer(self, levels: np.ndarray | None, elements: int) -> Quantizer:
+        """The quantizer of a tensor: decides at half the level."""
+        assert levels is not None
+        half = levels / 2
+        return Quantizer(self._block_elements, half, -half, levels, -levels)
+
+    def header(self, levels: np.ndarray | None, elements: int) -> Header:
+        """The header, with the levels' checksum."""
+        assert levels is not None
+        return Header(elements, block_elements=self._block_elements, levels_checksum=zlib.crc32(levels))
+
+    def of_senders(self, levels: np.ndarray | None, received: Received) -> np.ndarray:
+        """What codes stand for: float32[ranks, blocks, 2], the same for all ranks."""
+        assert levels is not None
+        pairs = np.stack([levels, -levels], axis=-1)
+        return np.ascontiguousarray(np.broadcast_to(pairs, (len(received.headers), *pairs.shape)))
+
+    def next(self, levels: np.ndarray | None, received: Received, elements: int) -> np.ndarray:
+        """The levels of the next exchange, from the block tables of all ranks."""
+        assert levels is not None
+        sums, counts = np.zeros(levels.size), np.zeros(levels.size, np.int64)
+        silent_sums = np.zeros(levels.size)
+        for table in received.table:  # In rank order, so that all ranks round alike.
+            selected = table["selected_count"] > 0
+            sums += np.where(selected, table["selected_sum"], 0)
+            silent_sums += np.where(selected, 0, table["selected_sum"])
+            counts += table["selected_count"]
+        members = np.maximum(len(received.table) * self._sizes(elements), 1)
+        following = np.where(silent_sums > 0, LEVEL_OF_MEAN * silent_sums / members, levels)
+        return within_limits(np.divide(sums, counts, out=following, where=counts > 0))
+
+    def write_table(self, table: np.ndarray, selected_sum: np.ndarray, selected_count: np.ndarray,
+                    residual: np.ndarray) -> None:
+        """Fill the block table of this rank's payload from what ``quantize_pack`` returned and left."""
+        silent = np.flatnonzero(selected_count == 0)
+        if silent.size:
+            selected_sum[silent] = np.minimum(self._block_sums(residual, silent), _FLOAT32_MAX)
+        np.minimum(selected_sum, _FLOAT32_MAX, out=table["selected_sum"])
+        table["selected_count"] = selected_count
+
+    def _block_sums(self, values: np.ndarray, blocks: np.ndarray | None = None) -> np.ndarray:
+        """Sum of magnitudes, float64, of every block or of the ``blocks`` with these numbers."""
+        count = self.layout(values.size).blocks
+        chosen = np.arange(count) if blocks is None else blocks
+        whole = values[:values.size // self._block_elements * self._block_elements].reshape(-1, self._block_elements)
+        sums = np.zeros(chosen.size)
+        for start in range(0, chosen.size, _BLOCKS_AT_ONCE):
+            numbers = chosen[start:start + _BLOCKS_AT_ONCE]
+            numbers = numbers[numbers < len(whole)]
+            sums[start:start + numbers.size] = np.abs(whole[numbers]).sum(axis=1, dtype=np.float64)
+        if chosen.size and chosen[-1] == len(whole):  # The last block is shorter.
+            sums[-1] = np.abs(values[whole.size:]).sum(dtype=np.float64)
+        return sums
+
+    def _sizes(self, elements: int) -> np.ndarray:
+        """Elements of each block: the last one may be shorter."""
+        starts = np.arange(self.layout(elements).blocks) * self._block_elements
+        return np.minimum(elements - starts, self._block_elements)
+
+
+def levels_of(config: TwoBitConfig) -> FixedLevels | AdaptiveLevels:
+    """The policy that a configuration asks for."""
+    if config.adaptive:
+        return AdaptiveLevels(config.block_elements)
+    assert config.positive_threshold is not None and config.negative_threshold is not None
+    return FixedLevels(config.positive_threshold, config.negative_threshold)
+
+
+def within_limits(levels: np.ndarray) -> np.ndarray:
+    """Levels as they are kept: float32, between ``LOWEST`` and ``HIGHEST``."""
+    return np.clip(levels, LOWEST, HIGHEST).astype(np.float32)

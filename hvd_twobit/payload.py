@@ -8,16 +8,20 @@ A payload is little-endian and padded to a multiple of 16 bytes:
          5      1  flags            0 (no flag is defined in this version)
          6      2  reserved         0
          8      8  element_count    elements of the tensor
-        16      4  block_elements   elements that share a level; 0: all of them
-        20      4  positive_level   float32, > 0: what code 11 stands for
-        24      4  negative_level   float32, < 0: what code 10 stands for
-        28      4  reserved         0
-        32      …  packed codes     4 * ceil(element_count / 16) bytes, see kernels
+        16      4  block_elements   elements that share an adaptive level; 0: the levels are fixed, for all elements
+        20      4  positive_level   float32, > 0: what code 11 stands for; 0 where levels are adaptive
+        24      4  negative_level   float32, < 0: what code 10 stands for; 0 where levels are adaptive
+        28      4  levels_checksum  CRC-32 of the float32 levels that the codes stand for; 0 where levels are fixed
+        32      …  block table      where levels are adaptive, 8 bytes per block, padded to a multiple of 16:
+                                    selected_sum float32, selected_count uint32 (see levels)
+         …      …  packed codes     4 * ceil(element_count / 16) bytes, see kernels
          …      …  padding          0
 
-The header is written once per tensor and the codes in place, so that a step allocates nothing here. A receiver
-trusts no byte: ``split`` finds each rank's payload in what an allgather returned and raises an error that names the
-tensor, the rank and the field.
+Adaptive levels are not sent: every rank computes them from the tables of all. Their checksum tells whether all did.
+
+The header is written in place, like table and codes, so that a step allocates nothing here. A receiver trusts no byte:
+``split`` finds each rank's payload in what an allgather returned and raises an error that names the tensor, the rank
+and the field.
 """
 
 from __future__ import annotations
@@ -29,13 +33,16 @@ import struct
 import numpy as np
 
 from .errors import PayloadError
-from .kernels import packed_nbytes
+from .kernels import block_count, packed_nbytes
 
 MAGIC = b"2BIT"
 VERSION = 1
 ALIGNMENT = 16
 _HEADER = struct.Struct("<4sBBHQIffI")
 HEADER_NBYTES = _HEADER.size
+
+BLOCK_TABLE = np.dtype([("selected_sum", "<f4"), ("selected_count", "<u4")])
+"""One entry of the block table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,81 +51,154 @@ class Header:
 
     Attributes:
         element_count: elements of the tensor.
-        positive_level: float32 value of code 11.
-        negative_level: float32 value of code 10.
+        positive_level: float32 value of code 11; 0 where levels are adaptive.
+        negative_level: float32 value of code 10; 0 where levels are adaptive.
+        block_elements: elements that share an adaptive level; 0 where levels are fixed.
+        levels_checksum: CRC-32 of the adaptive levels; 0 where levels are fixed.
     """
 
     element_count: int
-    positive_level: float
-    negative_level: float
+    positive_level: float = 0.0
+    negative_level: float = 0.0
+    block_elements: int = 0
+    levels_checksum: int = 0
 
     def pack(self) -> bytes:
         """The 32 bytes of this header."""
-        return _HEADER.pack(MAGIC, VERSION, 0, 0, self.element_count, 0, self.positive_level, self.negative_level, 0)
+        return _HEADER.pack(MAGIC, VERSION, 0, 0, self.element_count, self.block_elements, self.positive_level,
+                            self.negative_level, self.levels_checksum)
 
 
-def payload_nbytes(elements: int) -> int:
-    """Bytes of the payload of a tensor of so many elements, header and padding included."""
-    return -(-(HEADER_NBYTES + packed_nbytes(elements)) // ALIGNMENT) * ALIGNMENT
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the parts of a tensor's payload lie.
+
+    Attributes:
+        elements: elements of the tensor.
+        block_elements: elements that share an adaptive level; 0 where levels are fixed.
+    """
+
+    elements: int
+    block_elements: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Entries of the block table."""
+        return block_count(self.elements, self.block_elements) if self.block_elements else 0
+
+    @property
+    def codes_offset(self) -> int:
+        """Bytes before the packed codes."""
+        return HEADER_NBYTES + _padded(BLOCK_TABLE.itemsize * self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload, padding included."""
+        return _padded(self.codes_offset + packed_nbytes(self.elements))
+
+    def new(self) -> np.ndarray:
+        """A payload without content: uint8[nbytes], its padding cleared."""
+        return np.zeros(self.nbytes, np.uint8)
+
+    def codes(self, payloads: np.ndarray) -> np.ndarray:
+        """View of the packed codes, the last axis of ``payloads`` being one or several payloads' bytes."""
+        return payloads[..., self.codes_offset:self.codes_offset + packed_nbytes(self.elements)]
+
+    def table(self, payloads: np.ndarray) -> np.ndarray:
+        """View of the block table, BLOCK_TABLE[..., blocks]."""
+        end = HEADER_NBYTES + BLOCK_TABLE.itemsize * self.blocks
+        return payloads[..., HEADER_NBYTES:end].view(BLOCK_TABLE)
+
+    def write_header(self, payload: np.ndarray, header: Header) -> None:
+        """Write ``header`` at the beginning of ``payload``."""
+        payload[:HEADER_NBYTES] = np.frombuffer(header.pack(), np.uint8)
 
 
-def write_header(payload: np.ndarray, header: Header) -> None:
-    """Write ``header`` into ``payload``, uint8[payload_nbytes(element_count)], and clear the padding at its end."""
-    payload[:HEADER_NBYTES] = np.frombuffer(header.pack(), np.uint8)
-    payload[HEADER_NBYTES + packed_nbytes(header.element_count):] = 0
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """What all ranks sent of one tensor, as views of the bytes that arrived.
+
+    Attributes:
+        codes: packed codes, uint8[ranks, 4 * ceil(elements / 16)]; rows lie apart.
+        headers: in rank order.
+        table: block tables, BLOCK_TABLE[ranks, blocks]; without blocks where levels are fixed.
+    """
+
+    codes: np.ndarray
+    headers: list[Header]
+    table: np.ndarray
 
 
-def codes_of(payload: np.ndarray, elements: int) -> np.ndarray:
-    """View of the packed codes, the last axis of ``payload`` being one or several payloads' bytes."""
-    return payload[..., HEADER_NBYTES:HEADER_NBYTES + packed_nbytes(elements)]
-
-
-def split(gathered: np.ndarray, ranks: int, elements: int, tensor: str) -> tuple[np.ndarray, list[Header]]:
+def split(gathered: np.ndarray, ranks: int, layout: Layout, tensor: str) -> Received:
     """Find and check every rank's payload in what an allgather returned.
 
     Args:
-        gathered: uint8[ranks * payload_nbytes(elements)], the payloads in rank order; any other length is an error.
+        gathered: uint8[ranks * layout.nbytes], the payloads in rank order; any other length is an error.
         ranks: number of ranks that sent one.
-        elements: elements of the tensor on this rank.
+        layout: that of the tensor on this rank.
         tensor: its name, for messages.
-
-    Returns:
-        The packed codes, uint8[ranks, 4 * ceil(elements / 16)], as a view, and the headers in rank order.
 
     Raises:
         PayloadError: the first payload that is not one of this tensor, by rank and field.
     """
-    size = payload_nbytes(elements)
-    if gathered.size != ranks * size:
-        raise _wrong_length(gathered, ranks, elements, tensor)
-    payloads = gathered.reshape(ranks, size)
-    headers = [_parse(payloads[rank], elements, f"tensor {tensor!r}: the payload of rank {rank}")
+    if gathered.size != ranks * layout.nbytes:
+        raise _wrong_length(gathered, ranks, layout, tensor)
+    payloads = gathered.reshape(ranks, layout.nbytes)
+    headers = [_parse(payloads[rank], layout, f"tensor {tensor!r}: the payload of rank {rank}")
                for rank in range(ranks)]
-    return codes_of(payloads, elements), headers
+    table = layout.table(payloads)
+    if layout.block_elements:
+        _check_table(table, layout, tensor)
+    return Received(layout.codes(payloads), headers, table)
 
 
-def _parse(payload: np.ndarray, elements: int, whose: str) -> Header:
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _parse(payload: np.ndarray, layout: Layout, whose: str) -> Header:
     fields = _HEADER.unpack(payload[:HEADER_NBYTES].tobytes())
-    magic, version, flags, reserved, count, block_elements, positive, negative, reserved_end = fields
+    magic, version, flags, reserved, count, block_elements, positive, negative, checksum = fields
     if magic != MAGIC:
         raise PayloadError(f"{whose} begins with {magic!r} instead of {MAGIC!r}: it was not sent by hvd_twobit")
     if version != VERSION:
         raise PayloadError(f"{whose} has version {version}, this rank reads version {VERSION}: "
                            "install the same hvd_twobit on every rank")
-    if count != elements:
-        raise PayloadError(f"{whose} has an element_count of {count}, on this rank the tensor has {elements} elements: "
-                           "build the same model on every rank")
-    if flags or reserved or block_elements or reserved_end:
-        raise PayloadError(f"{whose} has flags {flags:#x}, block_elements {block_elements} and reserved fields "
-                           f"{reserved:#x}, {reserved_end:#x}, where version {VERSION} has zeros: bytes are damaged")
+    if count != layout.elements:
+        raise PayloadError(f"{whose} has an element_count of {count}, on this rank the tensor has {layout.elements} "
+                           "elements: build the same model on every rank")
+    if flags or reserved:
+        raise PayloadError(f"{whose} has flags {flags:#x} and a reserved field {reserved:#x}, where version {VERSION} "
+                           "has zeros: bytes are damaged")
+    if block_elements != layout.block_elements:
+        raise PayloadError(f"{whose} has block_elements {block_elements}, this rank's has {layout.block_elements} "
+                           "(0 stands for a fixed threshold): give TwoBit the same arguments on every rank")
+    if block_elements:
+        if positive or negative:
+            raise PayloadError(f"{whose} has levels {positive!r} and {negative!r} in its header, where adaptive levels "
+                               "have zeros: bytes are damaged")
+        return Header(count, block_elements=block_elements, levels_checksum=checksum)
     if not (positive > 0 and math.isfinite(positive)):
         raise PayloadError(f"{whose} has a positive_level of {positive!r}, which is not a finite number above zero")
     if not (negative < 0 and math.isfinite(negative)):
         raise PayloadError(f"{whose} has a negative_level of {negative!r}, which is not a finite number below zero")
+    if checksum:
+        raise PayloadError(f"{whose} has a levels_checksum of {checksum:#x}, where fixed levels have zero: bytes are "
+                           "damaged")
     return Header(count, positive, negative)
 
 
-def _wrong_length(gathered: np.ndarray, ranks: int, elements: int, tensor: str) -> PayloadError:
+def _check_table(table: np.ndarray, layout: Layout, tensor: str) -> None:
+    sums, counts = table["selected_sum"], table["selected_count"]
+    bad = ~((sums >= 0) & (sums <= np.finfo(np.float32).max) & (counts <= layout.block_elements))
+    if bad.any():
+        rank, block = np.argwhere(bad)[0]
+        raise PayloadError(f"tensor {tensor!r}: the payload of rank {rank} has a block table that says of block {block} "
+                           f"a selected_sum of {sums[rank, block]} over {counts[rank, block]} elements: not possible, "
+                           "bytes are damaged")
+
+
+def _wrong_length(gathered: np.ndarray, ranks: int, layout: Layout, tensor: str) -> PayloadError:
     """The error for a gathered buffer of the wrong length: walk the headers to name the rank that differs."""
     offset = 0
     for rank in range(ranks):
@@ -127,9 +207,9 @@ def _wrong_length(gathered: np.ndarray, ranks: int, elements: int, tensor: str) 
             return PayloadError(f"{whose} has {gathered.size - offset} bytes left of the {gathered.size} that arrived, "
                                 f"fewer than a header of {HEADER_NBYTES}")
         try:
-            _parse(gathered[offset:offset + HEADER_NBYTES], elements, whose)
+            _parse(gathered[offset:offset + HEADER_NBYTES], layout, whose)
         except PayloadError as error:
             return error
-        offset += payload_nbytes(elements)
-    return PayloadError(f"tensor {tensor!r}: {gathered.size} bytes arrived from {ranks} ranks, but {elements} elements "
-                        f"take {payload_nbytes(elements)} bytes per rank: the bytes are damaged")
+        offset += layout.nbytes
+    return PayloadError(f"tensor {tensor!r}: {gathered.size} bytes arrived from {ranks} ranks, but {layout.elements} "
+                        f"elements take {layout.nbytes} bytes per rank: the bytes are damaged")

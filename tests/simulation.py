@@ -16,27 +16,103 @@ reference = kernels.load("numpy")
 
 
 class SimulatedTensor:
-    """One compressed tensor on all ranks.
+    """One compressed tensor on all ranks, with fixed thresholds.
 
     Args:
         thresholds: positive and negative threshold of each rank.
         elements: elements of the tensor.
+        warmup_steps: uncompressed exchanges at the beginning.
     """
 
-    def __init__(self, thresholds: Sequence[tuple[float, float]], elements: int) -> None:
+    levels: Sequence[np.float32] = ()
+
+    def __init__(self, thresholds: Sequence[tuple[float, float]], elements: int, warmup_steps: int = 0) -> None:
         self.residuals = [np.zeros(elements, np.float32) for _ in thresholds]
+        self._uncompressed = warmup_steps
         self._quantizers = [kernels.Quantizer.fixed(*pair, elements) for pair in thresholds]
         self._levels = np.array([[pair] for pair in thresholds], np.float32)
 
-    def step(self, gradients: Sequence[np.ndarray], scale: float) -> np.ndarray:
+    def step(self, gradients: Sequence[np.ndarray], scale: float, received: bool = True) -> np.ndarray:
         """One exchange: float32 gradients of all ranks in, the scaled sum out, flat float32."""
-        packed = np.zeros((len(gradients), kernels.packed_nbytes(gradients[0].size)), np.uint8)
-        for rank, gradient in enumerate(gradients):
-            flat = np.ascontiguousarray(gradient, np.float32).reshape(-1)
-            reference.quantize_pack(flat, self.residuals[rank], packed[rank], self._quantizers[rank])
-        out = np.empty(gradients[0].size, np.float32)
-        reference.unpack_sum(packed, self._levels, self._quantizers[0].block_elements, out, scale)
+        if self._uncompressed:
+            self._uncompressed -= 1
+            return uncompressed(gradients, scale).reshape(-1)
+        out, _ = _exchange(self._quantizers, self._levels, self.residuals, gradients, scale)
         return out
+
+
+class SimulatedAdaptiveTensor:
+    """One compressed tensor on all ranks, with adaptive levels, as docs/design.md tells them.
+
+    Args:
+        ranks: number of ranks.
+        elements: elements of the tensor.
+        warmup_steps: uncompressed exchanges after the first one.
+        block_elements: elements that share a level.
+    """
+
+    def __init__(self, ranks: int, elements: int, warmup_steps: int = 0, block_elements: int = 1024) -> None:
+        self.residuals = [np.zeros(elements, np.float32) for _ in range(ranks)]
+        self.levels: list[np.float32] = []
+        self._uncompressed = 1 + warmup_steps
+        self._block_elements = block_elements
+        self._blocks = [slice(start, min(start + block_elements, elements))
+                        for start in range(0, max(elements, 1), block_elements)]
+
+    def step(self, gradients: Sequence[np.ndarray], scale: float, received: bool = True) -> np.ndarray:
+        """One exchange: float32 gradients of all ranks in, the scaled sum out, flat float32.
+
+        ``received`` tells whether ranks took what came back; what they did not learn from leaves levels as they are.
+        """
+        if self._uncompressed:
+            summed = uncompressed(gradients, scale).reshape(-1)
+            self.observe(summed, scale)
+            return summed
+        levels = np.array(self.levels, np.float32)
+        quantizer = kernels.Quantizer(self._block_elements, levels / 2, -levels / 2, levels, -levels)
+        pairs = np.array([np.stack([levels, -levels], axis=1)] * len(gradients))
+        out, selected = _exchange([quantizer] * len(gradients), pairs, self.residuals, gradients, scale)
+        if received:
+            self.levels = [self._next(number, selected) for number in range(len(self._blocks))]
+        return out
+
+    def observe(self, summed: np.ndarray, scale: float) -> None:
+        """Learn from an uncompressed exchange, whose result is given."""
+        averaged = summed.astype(np.float64) / (scale * len(self.residuals))
+        if np.isfinite(averaged).all():
+            self.levels = [self._kept(2 * np.mean(np.abs(averaged[block])) if averaged[block].size else 0)
+                           for block in self._blocks]
+            self._uncompressed -= 1
+
+    def _next(self, number: int, selected: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.float32:
+        count = sum(int(counts[number]) for _, counts in selected)
+        if count:
+            return self._kept(sum(float(sums[number]) for sums, _ in selected) / count)
+        silent = [np.abs(residual[self._blocks[number]], dtype=np.float64) for residual in self.residuals]
+        total = sum(float(np.float32(magnitudes.sum())) for magnitudes in silent)
+        return self._kept(2 * total / sum(part.size for part in silent)) if total else self.levels[number]
+
+    @staticmethod
+    def _kept(level: float) -> np.float32:
+        return np.float32(min(max(level, 2.0 ** -125), 2.0 ** 120))
+
+
+def uncompressed(gradients: Sequence[np.ndarray], scale: float) -> np.ndarray:
+    """What an allreduce returns for gradients whose sum is exact in float32."""
+    return np.asarray(np.sum(gradients, axis=0, dtype=np.float32) * np.float32(scale))
+
+
+def _exchange(quantizers: Sequence[kernels.Quantizer], levels: np.ndarray, residuals: Sequence[np.ndarray],
+              gradients: Sequence[np.ndarray], scale: float) -> tuple[np.ndarray, list[Any]]:
+    """The scaled sum, and what each rank selected in each block."""
+    packed = np.zeros((len(gradients), kernels.packed_nbytes(gradients[0].size)), np.uint8)
+    selected = []
+    for rank, gradient in enumerate(gradients):
+        flat = np.ascontiguousarray(gradient, np.float32).reshape(-1)
+        selected.append(reference.quantize_pack(flat, residuals[rank], packed[rank], quantizers[rank]))
+    out = np.empty(gradients[0].size, np.float32)
+    reference.unpack_sum(packed, levels, quantizers[0].block_elements, out, scale)
+    return out, selected
 
 
 def gradient(seed: int, rank: int, step: int, name: str, shape: Sequence[int], dyadic: bool = False) -> np.ndarray:
@@ -58,10 +134,32 @@ def assert_same_bits(found: np.ndarray, wanted: np.ndarray, what: str) -> None:
                                 f"first {found[different].flat[0]!r} instead of {wanted[different].flat[0]!r}"
 
 
+def is_adaptive(compression: Any) -> bool:
+    """Whether levels adapt in a TwoBit made of these arguments (None: the class itself; a list: one per rank)."""
+    return not isinstance(compression, list) and not any(
+        "threshold" in name or name in ("compress", "type") for name in compression or {})
+
+
+def simulated(compression: Any, ranks: Sequence[int], elements: int) -> SimulatedTensor | SimulatedAdaptiveTensor:
+    """A tensor that these ranks exchange with a TwoBit made of these arguments."""
+    if is_adaptive(compression):
+        arguments = compression or {}
+        return SimulatedAdaptiveTensor(len(ranks), elements, arguments.get("warmup_steps", 0),
+                                       arguments.get("block_elements", 1024))
+    warmup_steps = 0 if isinstance(compression, list) else compression.get("warmup_steps", 0)
+    return SimulatedTensor([thresholds_of(compression, rank) for rank in ranks], elements, warmup_steps)
+
+
+def uncompressed_steps(compression: Any) -> int:
+    """Steps in which every gradient travels uncompressed with a TwoBit made of these arguments."""
+    warmup_steps = 0 if isinstance(compression, list) else (compression or {}).get("warmup_steps", 0)
+    return warmup_steps + is_adaptive(compression)
+
+
 def thresholds_of(compression: Any, rank: int) -> tuple[float, float]:
     """Positive and negative threshold of a rank whose TwoBit is made of these arguments (a list: one per rank)."""
     if isinstance(compression, list):
         compression = compression[rank % len(compression)]
-    arguments = compression or {}
+    arguments = compression
     symmetric = arguments.get("threshold", 0.5)
     return arguments.get("positive_threshold", symmetric), arguments.get("negative_threshold", -symmetric)

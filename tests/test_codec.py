@@ -38,7 +38,7 @@ def test_three_ranks_exchange_what_the_simulation_says(backend: str, thresholds:
         gathered = np.concatenate([ranks[rank][0].encode("w", SHAPE, gradients[rank].reshape(-1)) for rank in range(3)])
         wanted = simulated.step(gradients, 1 / 3)
         for rank, (one, registry) in enumerate(ranks):
-            one.decode("w", gathered, 3, out, 1 / 3)
+            one.decode("w", SHAPE, gathered, 3, out, 1 / 3)
             np.testing.assert_array_equal(out.view(np.uint32), wanted.view(np.uint32))
             np.testing.assert_array_equal(registry["w"].reshape(-1).view(np.uint32),
                                           simulated.residuals[rank].view(np.uint32))
@@ -50,7 +50,7 @@ def test_a_step_allocates_nothing_of_the_gradients_size() -> None:
     out = np.empty_like(values)
 
     def step() -> None:
-        one.decode("w", one.encode("w", values.shape, values), 1, out, 1.0)
+        one.decode("w", values.shape, one.encode("w", values.shape, values), 1, out, 1.0)
 
     step()
     tracemalloc.start()
@@ -86,7 +86,7 @@ def test_after_a_reset_a_name_may_have_another_shape(backend: str) -> None:
     one.encode("w", SHAPE, np.ones(ELEMENTS, np.float32))
     registry.reset()
     out = np.empty(7, np.float32)
-    one.decode("w", one.encode("w", (7,), np.ones(7, np.float32)), 1, out, 1.0)
+    one.decode("w", (7,), one.encode("w", (7,), np.ones(7, np.float32)), 1, out, 1.0)
     assert (out == 0.5).all() and (registry["w"] == 0.5).all()
 
 
@@ -94,5 +94,5 @@ def test_foreign_bytes_leave_the_gradient_alone(backend: str) -> None:
     one, _ = codec(backend)
     out = np.full(ELEMENTS, 3, np.float32)
     with pytest.raises(PayloadError, match="tensor 'w': the payload of rank 0 begins with"):
-        one.decode("w", np.zeros(one.encode("w", SHAPE, out).size, np.uint8), 1, out, 1.0)
+        one.decode("w", SHAPE, np.zeros(one.encode("w", SHAPE, out).size, np.uint8), 1, out, 1.0)
     assert (out == 3).all()

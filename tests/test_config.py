@@ -18,8 +18,51 @@ BAD_THRESHOLDS = [0, 0.0, -0.0, math.nan, math.inf, -math.inf, True, False, "0.5
 SHORT = "{!r:.12}".format
 
 
-def test_defaults_are_those_of_mxnet() -> None:
-    assert TwoBitConfig.from_arguments() == TwoBitConfig(0.5, -0.5, 1024)
+def test_levels_are_adaptive_unless_a_threshold_is_given() -> None:
+    config = TwoBitConfig.from_arguments()
+    assert config == TwoBitConfig.from_arguments("auto") == TwoBitConfig()
+    assert config.adaptive and config.block_elements == 1024 and config.min_elements == 1024
+    assert config.uncompressed_steps == 1 and config.warmup_steps == 0
+    assert not TwoBitConfig.from_arguments(0.5).adaptive
+
+
+def test_warm_up_comes_on_top_of_the_step_from_which_levels_are_learnt() -> None:
+    assert TwoBitConfig.from_arguments(warmup_steps=5).uncompressed_steps == 6
+    assert TwoBitConfig.from_arguments(0.5, warmup_steps=5).uncompressed_steps == 5
+    assert TwoBitConfig.from_arguments(0.5).uncompressed_steps == 0
+
+
+@pytest.mark.parametrize("value", [0, 8, 17, -16, 1.5, "16", True, 2**31])
+def test_an_unusable_size_of_blocks_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="block_elements must be"):
+        TwoBitConfig.from_arguments(block_elements=value)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "8", True])
+def test_an_unusable_warm_up_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="warmup_steps must be"):
+        TwoBitConfig.from_arguments(warmup_steps=value)
+
+
+def test_blocks_and_a_fixed_threshold_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match="block_elements=512 belongs to threshold='auto'"):
+        TwoBitConfig.from_arguments(0.5, block_elements=512)
+
+
+@pytest.mark.parametrize("value", ["Auto", "atuo", "automatic"])
+def test_auto_misspelt_is_refused_with_a_hint(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"threshold must be a number .* or 'auto', not '{value}'"):
+        TwoBitConfig.from_arguments(value)
+
+
+def test_auto_beside_a_threshold_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leave out negative_threshold=-0.2"):
+        TwoBitConfig.from_arguments("auto", negative_threshold=-0.2)
+
+
+def test_one_threshold_alone_is_no_configuration() -> None:
+    with pytest.raises(ConfigError, match="are given together"):
+        TwoBitConfig(0.5)
 
 
 def test_threshold_stands_for_both_sides() -> None:
@@ -136,5 +179,6 @@ def test_errors_are_of_one_family_and_also_value_errors() -> None:
 
 
 def test_description_names_the_arguments_that_make_the_configuration() -> None:
-    for config in (TwoBitConfig(), TwoBitConfig(0.25, -0.75, 0)):
+    for config in (TwoBitConfig(), TwoBitConfig(0.25, -0.75, 0), TwoBitConfig(0.25, -0.25, warmup_steps=3),
+                   TwoBitConfig(None, None, 5, 7, 160)):
         assert eval(f"TwoBitConfig.from_arguments({describe(config)})") == config

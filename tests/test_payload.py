@@ -11,16 +11,28 @@ from hypothesis import strategies as st
 
 from hvd_twobit.errors import PayloadError
 from hvd_twobit.kernels import packed_nbytes
-from hvd_twobit.payload import ALIGNMENT, HEADER_NBYTES, Header, codes_of, payload_nbytes, split, write_header
+from hvd_twobit.payload import ALIGNMENT, HEADER_NBYTES, Header, Layout, split
 
 ELEMENTS = 100
 
 
 def payload_of(elements: int = ELEMENTS, positive: float = 0.5, negative: float = -0.25,
                fill: int = 0xE4) -> np.ndarray:
-    payload = np.full(payload_nbytes(elements), 0xAA, np.uint8)
-    write_header(payload, Header(elements, positive, negative))
-    codes_of(payload, elements)[:] = fill
+    layout = Layout(elements)
+    payload = layout.new()
+    layout.write_header(payload, Header(elements, positive, negative))
+    layout.codes(payload)[:] = fill
+    return payload
+
+
+ADAPTIVE = Layout(100, 48)
+
+
+def adaptive_payload_of(checksum: int = 7) -> np.ndarray:
+    payload = ADAPTIVE.new()
+    ADAPTIVE.write_header(payload, Header(100, block_elements=48, levels_checksum=checksum))
+    ADAPTIVE.table(payload)[:] = [(1.5, 3), (0.0, 0), (2.0, 4)]
+    ADAPTIVE.codes(payload)[:] = 0xE4
     return payload
 
 
@@ -29,81 +41,115 @@ def test_bytes_are_those_of_the_table_in_the_module() -> None:
     assert payload_of(20).tobytes() == header + b"\xe4" * 8 + bytes(8)
 
 
-@given(st.integers(0, 10**12))
-def test_size_is_header_and_codes_padded_to_16_bytes(elements: int) -> None:
-    size = payload_nbytes(elements)
-    assert size % ALIGNMENT == 0 and 0 <= size - HEADER_NBYTES - packed_nbytes(elements) < ALIGNMENT
+def test_bytes_with_adaptive_levels_have_a_block_table() -> None:
+    header = struct.pack("<4sBBHQIffI", b"2BIT", 1, 0, 0, 100, 48, 0, 0, 7)
+    table = struct.pack("<fIfIfI", 1.5, 3, 0.0, 0, 2.0, 4)
+    assert adaptive_payload_of().tobytes() == header + table + bytes(8) + b"\xe4" * 28 + bytes(4)
+
+
+@given(st.integers(0, 10**12), st.integers(0, 100).map(lambda words: 16 * words))
+def test_size_is_header_table_and_codes_padded_to_16_bytes(elements: int, block_elements: int) -> None:
+    layout = Layout(elements, block_elements)
+    assert layout.blocks == (max(1, -(-elements // block_elements)) if block_elements else 0)
+    assert layout.nbytes % ALIGNMENT == layout.codes_offset % ALIGNMENT == 0
+    assert 0 <= layout.codes_offset - HEADER_NBYTES - 8 * layout.blocks < ALIGNMENT
+    assert 0 <= layout.nbytes - layout.codes_offset - packed_nbytes(elements) < ALIGNMENT
 
 
 @given(st.integers(1, 5), st.integers(0, 70))
 def test_split_finds_what_each_rank_sent_without_copying(ranks: int, elements: int) -> None:
     payloads = [payload_of(elements, positive=rank + 1.0, negative=-rank - 2.0, fill=rank) for rank in range(ranks)]
     gathered = np.concatenate(payloads)
-    codes, headers = split(gathered, ranks, elements, "w")
-    assert headers == [Header(elements, rank + 1.0, -rank - 2.0) for rank in range(ranks)]
+    received = split(gathered, ranks, Layout(elements), "w")
+    codes = received.codes
+    assert received.headers == [Header(elements, rank + 1.0, -rank - 2.0) for rank in range(ranks)]
     assert codes.shape == (ranks, packed_nbytes(elements)) and (codes == np.arange(ranks)[:, None]).all()
     assert codes.size == 0 or np.shares_memory(codes, gathered)
+
+
+def test_split_finds_the_block_table_of_each_rank() -> None:
+    received = split(np.concatenate([adaptive_payload_of(5), adaptive_payload_of(6)]), 2, ADAPTIVE, "w")
+    assert [header.levels_checksum for header in received.headers] == [5, 6]
+    assert received.table["selected_sum"].tolist() == [[1.5, 0, 2]] * 2
+    assert received.table["selected_count"].tolist() == [[3, 0, 4]] * 2
+    assert received.codes.shape == (2, 28) and (received.codes == 0xE4).all()
 
 
 @pytest.mark.parametrize("offset, value, message", [
     (0, b"2BITX"[1:], "begins with b'BITX' instead of b'2BIT'"),
     (4, b"\x02", "version 2, this rank reads version 1: install the same hvd_twobit on every rank"),
     (5, b"\x01", "flags 0x1"),
-    (6, b"\x01", "reserved fields 0x1"),
+    (6, b"\x01", "reserved field 0x1"),
     (8, struct.pack("<Q", 99), "element_count of 99, on this rank the tensor has 100 elements"),
-    (16, struct.pack("<I", 1024), "block_elements 1024"),
+    (16, struct.pack("<I", 1024), "block_elements 1024, this rank's has 0"),
     (20, struct.pack("<f", 0.0), "positive_level of 0.0"),
     (20, struct.pack("<f", -1.0), "positive_level of -1.0"),
     (20, struct.pack("<f", float("nan")), "positive_level of nan"),
     (20, struct.pack("<f", float("inf")), "positive_level of inf"),
     (24, struct.pack("<f", 1.0), "negative_level of 1.0"),
     (24, struct.pack("<f", float("-inf")), "negative_level of -inf"),
-    (28, b"\x07", "0x7"),
+    (28, b"\x07", "levels_checksum of 0x7"),
 ])
 def test_a_wrong_field_is_an_error_with_tensor_rank_and_field(offset: int, value: bytes, message: str) -> None:
     gathered = np.concatenate([payload_of(), payload_of(), payload_of()])
-    start = payload_nbytes(ELEMENTS) + offset
+    start = Layout(ELEMENTS).nbytes + offset
     gathered[start:start + len(value)] = np.frombuffer(value, np.uint8)
     with pytest.raises(PayloadError, match=f"tensor 'layer.weight': the payload of rank 1 .*{message}"):
-        split(gathered, 3, ELEMENTS, "layer.weight")
+        split(gathered, 3, Layout(ELEMENTS), "layer.weight")
+
+
+@pytest.mark.parametrize("offset, value, message", [
+    (16, struct.pack("<I", 0), "block_elements 0, this rank's has 48"),
+    (20, struct.pack("<f", 0.5), "levels 0.5 and 0.0 in its header"),
+    (32, struct.pack("<f", float("nan")), "of block 0 a selected_sum of nan over 3 elements"),
+    (40, struct.pack("<f", -1.0), "of block 1 a selected_sum of -1.0 over 0 elements"),
+    (48, struct.pack("<f", float("inf")), "of block 2 a selected_sum of inf over 4"),
+    (36, struct.pack("<I", 49), "of block 0 a selected_sum of 1.5 over 49 elements"),
+])
+def test_a_wrong_field_of_an_adaptive_payload_is_an_error(offset: int, value: bytes, message: str) -> None:
+    gathered = np.concatenate([adaptive_payload_of(), adaptive_payload_of(), adaptive_payload_of()])
+    start = ADAPTIVE.nbytes + offset
+    gathered[start:start + len(value)] = np.frombuffer(value, np.uint8)
+    with pytest.raises(PayloadError, match=f"tensor 'layer.weight': the payload of rank 1 .*{message}"):
+        split(gathered, 3, ADAPTIVE, "layer.weight")
 
 
 def test_a_rank_with_another_shape_is_told_by_its_count() -> None:
     gathered = np.concatenate([payload_of(ELEMENTS), payload_of(300)])
     with pytest.raises(PayloadError, match="rank 1 has an element_count of 300, on this rank the tensor has 100"):
-        split(gathered, 2, ELEMENTS, "w")
+        split(gathered, 2, Layout(ELEMENTS), "w")
     with pytest.raises(PayloadError, match="rank 0 has an element_count of 100, on this rank the tensor has 300"):
-        split(gathered, 2, 300, "w")
+        split(gathered, 2, Layout(300), "w")
 
 
 @pytest.mark.parametrize("cut", [1, 15, 16, 40, 79])
 def test_bytes_that_are_missing_are_an_error(cut: int) -> None:
     gathered = np.concatenate([payload_of(), payload_of()])[:-cut]
     with pytest.raises(PayloadError, match="tensor 'w'"):
-        split(gathered, 2, ELEMENTS, "w")
+        split(gathered, 2, Layout(ELEMENTS), "w")
 
 
 def test_no_bytes_at_all_are_an_error() -> None:
     with pytest.raises(PayloadError, match="rank 0 has 0 bytes left of the 0 that arrived"):
-        split(np.empty(0, np.uint8), 2, ELEMENTS, "w")
+        split(np.empty(0, np.uint8), 2, Layout(ELEMENTS), "w")
 
 
 @settings(max_examples=300)
-@given(st.binary(max_size=400), st.integers(1, 4), st.integers(0, 200))
-def test_any_bytes_are_a_payload_or_a_payload_error(content: bytes, ranks: int, elements: int) -> None:
+@given(st.binary(max_size=400), st.integers(1, 4), st.integers(0, 200), st.sampled_from([0, 16, 64]))
+def test_any_bytes_are_a_payload_or_a_payload_error(content: bytes, ranks: int, elements: int, block: int) -> None:
     try:
-        codes, headers = split(np.frombuffer(content, np.uint8), ranks, elements, "w")
+        received = split(np.frombuffer(content, np.uint8), ranks, Layout(elements, block), "w")
     except PayloadError:
         return
-    assert len(headers) == ranks and codes.shape == (ranks, packed_nbytes(elements))
+    assert len(received.headers) == ranks and received.codes.shape == (ranks, packed_nbytes(elements))
 
 
 @settings(max_examples=300)
-@given(st.integers(0, 2 * payload_nbytes(ELEMENTS) - 1), st.integers(0, 7))
+@given(st.integers(0, 2 * Layout(ELEMENTS).nbytes - 1), st.integers(0, 7))
 def test_a_flipped_bit_is_noticed_unless_it_is_in_a_code_a_level_or_the_padding(position: int, bit: int) -> None:
     gathered = np.concatenate([payload_of(), payload_of()])
     gathered[position] ^= 1 << bit
-    field = position % payload_nbytes(ELEMENTS)
+    field = position % Layout(ELEMENTS).nbytes
     if field < 20 or 28 <= field < HEADER_NBYTES:
         with pytest.raises(PayloadError):
-            split(gathered, 2, ELEMENTS, "w")
+            split(gathered, 2, Layout(ELEMENTS), "w")

@@ -12,6 +12,11 @@ from hvd_twobit.errors import ResidualError
 from hvd_twobit.residuals import ResidualRegistry
 
 
+def state_of(residuals: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return {"format_version": 1, "residuals": residuals, "levels": {}, "uncompressed_steps": {},
+            **others}
+
+
 @pytest.fixture
 def registry() -> ResidualRegistry:
     made = ResidualRegistry()
@@ -91,29 +96,101 @@ def test_loading_a_state_brings_back_the_same_bits(registry: ResidualRegistry) -
     assert other.norms() == {"a": 5.0, "b": 2.0}
 
 
+def test_levels_counters_and_loss_scale_are_part_of_the_state(registry: ResidualRegistry) -> None:
+    registry.tensor("a", (2, 3)).levels = np.array([0.5, 2], np.float32)
+    registry.tensor("a", (2, 3)).uncompressed_steps = 3
+    registry.follow_loss_scale(4.0)
+    other = ResidualRegistry()
+    other.load_state_dict(registry.state_dict())
+    assert other.tensor("a", (2, 3)).levels.tolist() == [2, 8] and other.tensor("a", (2, 3)).uncompressed_steps == 3
+    assert other.loss_scale == 4.0 and other.norms() == {"a": 20.0, "b": 8.0}
+
+
+def test_forgetting_levels_keeps_residuals(registry: ResidualRegistry) -> None:
+    registry.tensor("a", (2, 3)).replace(registry["a"].reshape(-1), np.ones(2, np.float32), 5)
+    registry.forget_levels()
+    assert registry.tensor("a", (2, 3)).levels is None and registry.tensor("a", (2, 3)).uncompressed_steps == 0
+    assert registry.norms() == {"a": 5.0, "b": 2.0}
+
+
+def test_scaling_there_and_back_by_a_power_of_two_changes_no_bit(registry: ResidualRegistry) -> None:
+    registry.tensor("a", (2, 3)).levels = np.array([0.3], np.float32)
+    before = registry.state_dict()
+    registry.scale(2.0 ** 16)
+    assert registry.tensor("a", (2, 3)).levels[0] == np.float32(0.3) * 65536
+    registry.scale(2.0 ** -16)
+    assert registry.tensor("a", (2, 3)).levels == before["levels"]["a"]
+    np.testing.assert_array_equal(registry["a"], before["residuals"]["a"])
+
+
+def test_scaling_keeps_residuals_and_levels_finite_and_levels_above_zero(registry: ResidualRegistry) -> None:
+    registry.tensor("a", (2, 3)).levels = np.array([1e30, 1e-30], np.float32)
+    registry.scale(1e38)
+    assert np.isfinite(registry["a"]).all() and registry["a"].max() == np.finfo(np.float32).max
+    assert np.isfinite(registry.tensor("a", (2, 3)).levels).all()
+    registry.scale(1e-38)
+    registry.scale(1e-38)
+    assert (registry.tensor("a", (2, 3)).levels > 0).all()
+
+
+def test_a_step_that_is_undone_leaves_no_trace() -> None:
+    registry = ResidualRegistry()
+    registry.can_undo = True
+    old, new = registry.tensor("old", (2,)), registry.tensor("new", (2,))
+    old.replace(np.array([1, 2], np.float32), np.array([0.5], np.float32), 1)
+    registry.begin_step()
+    for state in (old, new):
+        state.remember(with_residual=registry.can_undo)
+        state.residual[:] += 7
+        state.levels, state.uncompressed_steps = np.array([9], np.float32), 5
+    registry.undo_step()
+    assert old.residual.tolist() == [1, 2] and old.levels == [0.5] and old.uncompressed_steps == 1
+    assert not new.residual.any() and new.levels is None and new.uncompressed_steps == 0
+
+
+def test_a_step_that_counts_is_not_undone_with_the_next_one() -> None:
+    registry = ResidualRegistry()
+    registry.can_undo = True
+    state = registry.tensor("w", (2,))
+    state.remember(with_residual=True)
+    state.residual[:] = 3
+    registry.begin_step()
+    registry.undo_step()  # The tensor had no gradient in this step.
+    assert state.residual.tolist() == [3, 3]
+
+
 def test_a_state_survives_numpys_npz_as_readme_tells(registry: ResidualRegistry, tmp_path: pathlib.Path) -> None:
     np.savez(tmp_path / "residuals_0.npz", **registry.state_dict()["residuals"])
     other = ResidualRegistry()
     with np.load(tmp_path / "residuals_0.npz") as saved:
-        other.load_state_dict({"format_version": 1, "residuals": dict(saved)})
+        other.load_state_dict(state_of(dict(saved)))
     for name in registry:
         np.testing.assert_array_equal(other[name], registry[name])
 
 
 def test_loading_replaces_everything(registry: ResidualRegistry) -> None:
-    registry.load_state_dict({"format_version": 1, "residuals": {"b": np.float32(1)}})
+    registry.load_state_dict(state_of({"b": np.float32(1)}))
     assert registry.norms() == {"b": 1.0}
     assert not registry.residual("a", (2, 3)).any()
 
 
 @pytest.mark.parametrize("state, message", [
-    ({}, "keys format_version and residuals"),
+    ({}, "keys format_version, levels, residuals, uncompressed_steps and perhaps"),
     (None, "not NoneType"),
-    ({"format_version": 2, "residuals": {}}, "format version 2, this hvd_twobit reads version 1"),
-    ({"format_version": 1, "residuals": {"b": np.float32(1), "c": np.zeros(2, np.float32)}}, "tensor 'c', which this"),
-    ({"format_version": 1, "residuals": {"b": np.float32(1), "a": np.zeros(6, np.float32)}}, r"'a' has shape \(6,\)"),
-    ({"format_version": 1, "residuals": {"b": np.float32(1), "a": np.zeros((2, 3))}}, "'a' has dtype float64"),
-    ({"format_version": 1, "residuals": {"b": np.float32("nan")}}, "'b' has elements that are not finite"),
+    (state_of({}, format_version=2), "format version 2, this hvd_twobit reads version 1"),
+    (state_of({"b": np.float32(1), "c": np.zeros(2, np.float32)}), "tensor 'c', which this"),
+    (state_of({"b": np.float32(1), "a": np.zeros(6, np.float32)}), r"'a' has shape \(6,\)"),
+    (state_of({"b": np.float32(1), "a": np.zeros((2, 3))}), "'a' has dtype float64"),
+    (state_of({"b": np.float32("nan")}), "'b' has elements that are not finite"),
+    (state_of({}, loss_scale=0.0), "loss scale of 0.0"),
+    (state_of({}, loss_scale="1"), "loss scale of '1'"),
+    (state_of({}, loss_scale=float("nan")), "loss scale of nan"),
+    (state_of({}, levels={"a": np.zeros(1, np.float32)}), "levels of tensor 'a' are not all between"),
+    (state_of({}, levels={"a": np.array([np.nan], np.float32)}), "levels of tensor 'a' are not all between"),
+    (state_of({}, levels={"a": np.ones(1)}), "levels of tensor 'a' are float64"),
+    (state_of({}, levels={"z": np.ones(1, np.float32)}), "of tensor 'z', of which it has no residual"),
+    (state_of({}, uncompressed_steps={"a": -1}), "uncompressed_steps of tensor 'a' is -1"),
+    (state_of({}, uncompressed_steps={"a": 1.5}), "uncompressed_steps of tensor 'a' is 1.5"),
 ])
 def test_a_state_that_does_not_fit_is_refused_and_nothing_is_changed(registry: ResidualRegistry, state: Any,
                                                                      message: str) -> None:

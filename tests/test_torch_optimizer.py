@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from .launcher import run_ranks
@@ -20,7 +21,7 @@ def results(request: pytest.FixtureRequest) -> list[Any]:
 
 @pytest.mark.parametrize("name", scenario.CONFIGURATIONS)
 def test_optimizer_equals_the_simulation_of_all_ranks_for_20_steps(name: str, results: list[Any]) -> None:
-    steps, residuals = scenario.expected(name, len(results))
+    steps, tensors = scenario.expected(name, len(results))
     for rank, result in enumerate(exchanging(name, results)):
         result = result[name]
         assert len(result["steps"]) == len(steps)
@@ -28,9 +29,12 @@ def test_optimizer_equals_the_simulation_of_all_ranks_for_20_steps(name: str, re
             assert found.keys() == wanted.keys()
             for key in wanted:
                 assert_same_bits(found[key], wanted[key], f"step {number}, rank {rank}, {key}")
-        assert result["residuals"].keys() == residuals.keys()
-        for tensor, per_rank in residuals.items():
-            assert_same_bits(result["residuals"][tensor].reshape(-1), per_rank[rank], f"residual {tensor}, rank {rank}")
+        assert result["residuals"].keys() == tensors.keys()
+        assert result["levels"].keys() == {name for name, tensor in tensors.items() if len(tensor.levels)}
+        for tensor, found in result["residuals"].items():
+            assert_same_bits(found.reshape(-1), tensors[tensor].residuals[rank], f"residual {tensor}, rank {rank}")
+        for tensor, found in result["levels"].items():
+            assert_same_bits(found, np.array(tensors[tensor].levels), f"levels {tensor}, rank {rank}")
 
 
 @pytest.mark.parametrize("name", scenario.CONFIGURATIONS)

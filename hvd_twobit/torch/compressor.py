@@ -6,10 +6,14 @@ training, so one instance may serve several optimizers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from horovod.torch.compression import Compressor
 
 from ..compression import TwoBitParameters
+from ..errors import ConfigError
 from .exchange import Pending
 
 
@@ -21,20 +25,30 @@ class TwoBit(TwoBitParameters, Compressor):
     the bytes of float32. Pass the class itself, for its defaults, or an instance; each optimizer keeps its own
     residuals (``residuals_of(optimizer)``).
 
-    Tuning: the thresholds are in the unit of the gradient, and 0.5 is MXNet's default, where gradients are sums over
-    the batch. PyTorch's losses are means by default and their gradients much smaller: begin with about twice the mean
-    magnitude of your gradients, or with ``reduction="sum"``-like losses at 0.5. Too high a threshold sends nothing
-    for many steps, too low a one lags behind. Gradients are compressed per rank before they are averaged.
+    Tuning: none, to begin with. Levels adapt to the gradient: each tensor travels uncompressed in its first exchange,
+    then its levels, one per 1024 elements, follow it. ``warmup_steps`` prolongs the uncompressed beginning. A fixed
+    ``threshold`` is in the unit of the gradient and right for as long as gradients keep their size; MXNet's 0.5 is for
+    gradients that are sums over the batch. ``residuals_of(optimizer).stats()`` tells how compression goes.
+
+    Mixed precision: with a ``torch.amp.GradScaler``, call ``optimizer.synchronize()`` after ``backward()``, then
+    ``scaler.unscale_(optimizer)`` where gradients are clipped, then ``scaler.step(optimizer)`` within
+    ``optimizer.skip_synchronize()``. The scaler is recognized there, and residuals and levels follow its scale. An
+    overflow on one rank reaches all: every rank skips the step, and residuals are as they were before it, for which a
+    copy of each is kept. Tell the scaler as ``scaler=`` where residuals are loaded that were saved at another scale.
 
     When not to use it: where the link carries a step's gradients in less time than the CPU takes to compress them,
     with one process (nothing is sent), or with more than 16 ranks, where an allgather of two bits per element receives
     as many bytes as an fp16 allreduce.
 
     Args:
-        threshold: short for ``positive_threshold=threshold, negative_threshold=-threshold``.
-        positive_threshold: > 0, default 0.5. Residuals at or above it are sent as this value.
-        negative_threshold: < 0, default -0.5. Residuals at or below it are sent as this value.
+        threshold: ``"auto"``, the default, for levels that adapt; or a number, short for
+            ``positive_threshold=threshold, negative_threshold=-threshold``.
+        positive_threshold: > 0; residuals at or above it are sent as this value. 0.5 where only the other one is given.
+        negative_threshold: < 0; residuals at or below it are sent as this value. -0.5 where only the other one is given.
         min_elements: tensors with fewer elements travel uncompressed (default 1024; 0 compresses all, as MXNet does).
+        warmup_steps: exchanges in which tensors travel uncompressed (default 0), with adaptive levels after the first.
+        block_elements: elements that share an adaptive level, a multiple of 16 (default 1024).
+        scaler: the ``torch.amp.GradScaler`` of this optimizer; see above.
 
     Raises:
         ConfigError: an argument is unknown or its value cannot be used.
@@ -42,6 +56,21 @@ class TwoBit(TwoBitParameters, Compressor):
     Source: 2-bit compression of MXNet 1.9.1's kvstore; F. Seide et al., "1-Bit Stochastic Gradient Descent", 2014, for
     error feedback.
     """
+
+    scaler: torch.amp.GradScaler | None = None
+
+    def __init__(self, threshold: float | str | None = None, *, scaler: torch.amp.GradScaler | None = None,
+                 **arguments: Any) -> None:
+        super().__init__(threshold, **arguments)
+        self.scaler = _checked(scaler)
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any], *, scaler: torch.amp.GradScaler | None = None,
+                    **arguments: Any) -> TwoBit:
+        """As ``TwoBitParameters.from_params``, with the ``scaler`` of ``TwoBit``."""
+        made = super().from_params(params, **arguments)
+        made.scaler = _checked(scaler)
+        return made
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Pending | None) -> torch.Tensor:
@@ -52,3 +81,9 @@ class TwoBit(TwoBitParameters, Compressor):
             ctx: what the first half returned beside its handle; None for sparse gradients, which pass through.
         """
         return tensor if ctx is None else ctx.finish(tensor)
+
+
+def _checked(scaler: Any) -> torch.amp.GradScaler | None:
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ConfigError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
+    return scaler

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from ..agreement import Statement, disagreement
+from ..agreement import Exchanged, Statement, disagreement
 from ..codec import Codec
 from ..config import TwoBitConfig
 from ..errors import DisagreementError
 from ..reduction import Reduction, refuse_dtype
 from ..residuals import ResidualRegistry
+from .loss_scale import LossScale
 
 Handle = Union[int, Callable[[], Any]]
 
@@ -41,28 +42,41 @@ class Exchange:
         op: ``hvd.Average`` or ``hvd.Sum``.
         predivide_factor: Horovod's ``gradient_predivide_factor``.
         process_set: the ranks that exchange.
+        scaler: the gradient scaler that the user told of, if any.
 
     Raises:
         UnsupportedOperationError: another op.
     """
 
-    def __init__(self, config: TwoBitConfig, op: Any, predivide_factor: float, process_set: hvd.ProcessSet) -> None:
+    def __init__(self, config: TwoBitConfig, op: Any, predivide_factor: float, process_set: hvd.ProcessSet,
+                 scaler: torch.amp.GradScaler | None = None) -> None:
         self._reduction = Reduction.of(hvd, op, predivide_factor)
         self.residuals = ResidualRegistry()
-        self._codec = Codec(config, self.residuals)
+        self.loss_scale = LossScale(self.residuals, scaler)
+        self._codec = Codec(config, self.residuals, warns=hvd.rank() == 0)
         self._config = config
         self._process_set = process_set
-        self._statement = Statement(config.min_elements, ())
+        self._groups: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        self._sparse: set[str] = set()
+        self._statement = Statement.of(config, ())
+        self._compressed: dict[str, bool] = {}
         self._agreement: int | None = None
         self._in_flight: dict[str, Handle] = {}
 
-    def declare(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Tell names and shapes of all tensors that will be exchanged; the same on every rank."""
-        for name, tensor in tensors:
+    def declare(self, tensors: Sequence[tuple[str, torch.Tensor, str]]) -> None:
+        """Tell name, shape and group of all tensors that will be exchanged; the same on every rank.
+
+        A group is named after its first tensor.
+        """
+        for name, tensor, group in tensors:
             if self._codec.compresses(tensor.numel()):
                 self.residuals.declare(name, tuple(tensor.shape))
-        self._statement = Statement(self._config.min_elements, tuple(sorted(
-            (name, tensor.numel(), self._codec.compresses(tensor.numel())) for name, tensor in tensors)))
+            self._groups.setdefault(group, []).append((name, tuple(tensor.shape)))
+
+    def exclude(self, name: str) -> None:
+        """Tell that a tensor has sparse gradients, which are not exchanged here; counts from the next step on."""
+        self._begin_step()  # Ranks meet this tensor at different places of a step, and must plan it alike.
+        self._sparse.add(name)
 
     def start(self, name: str, gradient: torch.Tensor) -> tuple[Handle, Pending]:
         """Begin the exchange of one dense gradient.
@@ -79,7 +93,7 @@ class Exchange:
         Compressed gradients of the group share an allgather, the others an allreduce per dtype, each named after
         the first of its tensors.
         """
-        self._begin_agreement()
+        self._begin_step()
         pendings = [self._prepare(name, gradient) for name, gradient in gradients]
         started: dict[str, Handle] = {}
         for members in _alike(pendings):
@@ -93,12 +107,8 @@ class Exchange:
         if not gradient.dtype.is_floating_point:
             refuse_dtype(name, gradient.dtype)
         _drain(self._in_flight.pop(name, None))
-        if self._codec.compresses(gradient.numel()):
-            flat = _flat_float32(gradient)
-            if flat is None:
-                flat = _scratch_float32(gradient.numel())
-                flat.view(gradient.shape).copy_(gradient.detach())
-            payload = self._codec.encode(name, tuple(gradient.shape), flat.numpy())
+        if self._compressed[name]:
+            payload = self._codec.encode(name, tuple(gradient.shape), _as_flat_float32(gradient).numpy())
             return Pending(self, name, gradient, torch.from_numpy(payload), compressed=True)
         wire = gradient.detach()
         if wire.dtype not in _HOROVOD_DTYPES:
@@ -125,14 +135,17 @@ class Exchange:
 
     def _finish(self, pending: Pending, received: torch.Tensor) -> torch.Tensor:
         self._in_flight.pop(pending.name, None)
-        gradient = pending.gradient
-        if not pending.compressed:
-            return gradient if received.data_ptr() == gradient.data_ptr() else _write(gradient, received)
+        gradient, shape = pending.gradient, tuple(pending.gradient.shape)
         # Read anew at every step: an elastic job changes the number of ranks.
         ranks = self._process_set.size()
+        scale = self._reduction.scale(ranks)
+        if not pending.compressed:
+            if self._codec.compresses(gradient.numel()):
+                self._codec.observe(pending.name, shape, _as_flat_float32(received).numpy(), ranks, scale)
+            return gradient if received.data_ptr() == gradient.data_ptr() else _write(gradient, received)
         flat = _flat_float32(gradient)
         out = _scratch_float32(gradient.numel()) if flat is None else flat
-        self._codec.decode(pending.name, received.numpy(), ranks, out.numpy(), self._reduction.scale(ranks))
+        self._codec.decode(pending.name, shape, received.numpy(), ranks, out.numpy(), scale)
         return gradient if flat is not None else _write(gradient, out.view(gradient.shape))
 
     @contextlib.contextmanager
@@ -142,17 +155,38 @@ class Exchange:
         Raises:
             DisagreementError: ranks would not send the same collectives; raised on every rank, with what differs.
         """
-        self._begin_agreement()
+        self._begin_step()
         try:
             self._check_agreement()
             yield
         finally:
             self._agreement = None
 
-    def _begin_agreement(self) -> None:
-        """Send this rank's statement unless it was sent in this step."""
-        if self._agreement is None:
-            self._agreement = self._allgather(np.frombuffer(self._statement.digest, np.uint8).copy(), "")
+    @property
+    def in_flight(self) -> bool:
+        """Whether gradients are being exchanged."""
+        return bool(self._in_flight)
+
+    def _begin_step(self) -> None:
+        """Unless it was done in this step: settle the last one, decide what is compressed, and tell the other ranks."""
+        if self._agreement is not None:
+            return
+        self.residuals.begin_step()
+        self.loss_scale.follow()
+        tensors = [tensor for group, members in self._groups.items() for tensor in self._planned(group, members)]
+        statement = Statement.of(self._config, tensors)
+        if statement != self._statement:
+            self._statement, self._compressed = statement, {tensor.name: tensor.compressed for tensor in tensors}
+        self._agreement = self._allgather(np.frombuffer(self._statement.digest, np.uint8).copy(), "")
+
+    def _planned(self, group: str, members: Sequence[tuple[str, tuple[int, ...]]]) -> list[Exchanged]:
+        """How the tensors of a group travel in this step: compressed only if all are ready that will be."""
+        elements = {name: int(np.prod(shape, dtype=np.int64)) for name, shape in members}
+        dense = [(name, shape) for name, shape in members
+                 if name not in self._sparse and self._codec.compresses(elements[name])]
+        ready = all(self._codec.ready(name, shape) for name, shape in dense)
+        compressed = {name for name, _ in dense} if ready else set()
+        return [Exchanged(name, elements[name], name in compressed, group) for name, _ in members]
 
     def _check_agreement(self) -> None:
         digests = hvd.synchronize(self._agreement).numpy().tobytes()
@@ -258,6 +292,15 @@ def _flat_float32(gradient: torch.Tensor) -> torch.Tensor | None:
     if gradient.dtype == torch.float32 and gradient.device.type == "cpu" and gradient.is_contiguous():
         return gradient.detach().view(-1)
     return None
+
+
+def _as_flat_float32(values: torch.Tensor) -> torch.Tensor:
+    """The values as float32[elements]: the tensor's own memory, or a copy in scratch memory."""
+    flat = _flat_float32(values)
+    if flat is None:
+        flat = _scratch_float32(values.numel())
+        flat.view(values.shape).copy_(values.detach())
+    return flat
 
 
 def _scratch_float32(elements: int) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Where TwoBit meets the internals of Horovod's PyTorch optimizer; the only file that touches its private names.
 
 ``hvd.DistributedOptimizer`` copies the methods of ``horovod.torch.optimizer._DistributedOptimizer`` into a class of
-its own for every optimizer. ``install`` replaces six of them by functions that do what Horovod does, unless the
+its own for every optimizer. ``install`` replaces some of them by functions that do what Horovod does, unless the
 compression is a ``TwoBit``: then gradients go through an ``Exchange`` that knows their names. Replacing methods, and
 not the function ``DistributedOptimizer``, works whatever was imported first. ``install`` refuses a Horovod whose
 methods it does not know, instead of finding out during training.
+
+Two public methods of PyTorch's ``GradScaler`` are replaced likewise: they are where a scaler meets an optimizer.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import horovod.torch as hvd
 import horovod.torch.optimizer as horovod_optimizer
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedOperationError
 from ..horovod_form import Expected, check_form
 from ..reduction import refuse_op
 from ..residuals import ResidualRegistry
@@ -38,9 +40,12 @@ def install() -> None:
     if getattr(optimizer, "_knows_twobit", False):
         return
     check_horovod(horovod.__version__, optimizer, adasum)
-    for function in (__init__, load_state_dict, _allreduce_grad_async, _grouped_allreduce_grad_async, synchronize):
+    for function in (__init__, load_state_dict, _allreduce_grad_async, _grouped_allreduce_grad_async, synchronize,
+                     step):
         _replace(optimizer, function)
     _replace(adasum, _refuse_adasum, "__init__")
+    _replace(torch.amp.GradScaler, _scaler_unscale, "unscale_")
+    _replace(torch.amp.GradScaler, _scaler_step, "step")
     optimizer._knows_twobit = True
 
 
@@ -57,6 +62,7 @@ def check_horovod(version: str, optimizer: type, adasum: type) -> None:
         Expected(optimizer, "_grouped_allreduce_grad_async", ["self", "ps"]),
         Expected(optimizer, "_sparse_allreduce_grad_async", ["self", "p", "name"]),
         Expected(optimizer, "synchronize", ["self"], ["_compression", "decompress", "_handles", "_requires_update"]),
+        Expected(optimizer, "step", ["self", "closure"], ["_should_synchronize", "synchronize"]),
         Expected(adasum, "__init__", [
             "self", "params", "named_parameters", "compression", "backward_passes_per_step"])])
 
@@ -98,9 +104,11 @@ def __init__(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         return original(self, *args, **kwargs)
     values["compression"] = compression
     self._twobit = Exchange(compression.config, values["op"], values["gradient_predivide_factor"],
-                            values["process_set"])
+                            values["process_set"], compression.scaler)
     original(*given.args, **given.kwargs)
-    self._twobit.declare([(self._parameter_names[p], p) for p in self._requires_update])
+    names = self._parameter_names
+    self._twobit.declare([(names[p], p, names[self._p_to_group.get(p, (p,))[0]])
+                          for p in sorted(self._requires_update, key=names.__getitem__)])
 
 
 def load_state_dict(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -131,6 +139,35 @@ def synchronize(original: Any, self: Any) -> None:
         original(self)
 
 
+def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    if self._twobit is not None:
+        # Where PyTorch's fused optimizers are told of an overflow, they are called all the same, and skip.
+        overflow = getattr(self, "found_inf", None)
+        self._twobit.loss_scale.applied = overflow is None or not overflow.item()
+    return result
+
+
+def _scaler_unscale(original: Any, self: torch.amp.GradScaler, optimizer: Any) -> None:
+    exchange = getattr(optimizer, "_twobit", None)
+    if exchange is not None and self.is_enabled() and exchange.in_flight:
+        raise UnsupportedOperationError(
+            "the GradScaler would unscale gradients that are still being exchanged: call optimizer.synchronize() after "
+            "backward(), then scaler.unscale_(optimizer) if you need it, and scaler.step(optimizer) within "
+            "`with optimizer.skip_synchronize():`")
+    original(self, optimizer)
+
+
+def _scaler_step(original: Any, self: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    exchange = getattr(optimizer, "_twobit", None)
+    if exchange is None or not self.is_enabled():
+        return original(self, optimizer, *args, **kwargs)
+    exchange.loss_scale.expect_step()
+    result = original(self, optimizer, *args, **kwargs)
+    exchange.loss_scale.seen(self)
+    return result
+
+
 def _refuse_adasum(original: Any, self: Any, params: Any, named_parameters: Any, compression: Any, *args: Any,
                    **kwargs: Any) -> None:
     if TwoBit.instance(compression) is not None:
@@ -151,6 +188,7 @@ def _start(self: Any, ps: Sequence[torch.nn.Parameter]) -> list[tuple[Handle, Pe
         elif self.sparse_as_dense:
             dense.append((p, p.grad.to_dense()))
         else:
+            self._twobit.exclude(self._parameter_names[p])
             started[p] = self._sparse_allreduce_grad_async(p, self._parameter_names[p])
     exchanged = self._twobit.start_group([(self._parameter_names[p], gradient) for p, gradient in dense])
     started.update(zip((p for p, _ in dense), exchanged))

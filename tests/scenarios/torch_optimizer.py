@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hvd_twobit.torch import TwoBit, residuals_of
-from tests.simulation import SimulatedTensor, gradient, thresholds_of
+from tests.simulation import gradient, simulated, uncompressed, uncompressed_steps
 
 STEPS = 20
 LEARNING_RATE = 0.25
@@ -41,6 +41,7 @@ class Configuration:
         subset: exchange within a process set of the first half of the ranks.
         reload: load_state_dict before step 9, and after the backward pass of step 14, which is then abandoned.
         overflow: rank 0 puts NaN and inf into its gradients at step 3.
+        jumps: gradients become a million times larger at step 5, and a thousand times smaller than at first at step 9.
     """
 
     compression: Any = None
@@ -56,11 +57,29 @@ class Configuration:
     subset: bool = False
     reload: bool = False
     overflow: bool = False
+    jumps: bool = False
 
 
 EMBEDDING = {"table": (50, 40), "wide": (37, 61), "tiny": (5,)}
 CONFIGURATIONS = {
-    "average with the bare class": Configuration(),
+    "the bare class": Configuration(),
+    "adaptive levels with warm-up, sum": Configuration(dict(warmup_steps=3), dict(op="Sum")),
+    "adaptive levels of everything": Configuration(dict(min_elements=0, block_elements=64)),
+    "adaptive levels, predivide factor 4": Configuration(dict(block_elements=256), dict(gradient_predivide_factor=4.0)),
+    "adaptive levels, two groups": Configuration({}, dict(groups=2)),
+    "adaptive levels, two groups with a gradient missing on one rank": Configuration({}, dict(groups=2), missing="row"),
+    "adaptive levels, two backward passes per step": Configuration({}, dict(backward_passes_per_step=2)),
+    "adaptive levels, sparse gradients in a group": Configuration({}, dict(groups=1), shapes=EMBEDDING, sparse="table"),
+    "adaptive levels, sparse gradients as dense": Configuration({}, dict(sparse_as_dense=True), shapes=EMBEDDING,
+                                                                sparse="table"),
+    "adaptive levels, a process set": Configuration({}, subset=True),
+    "adaptive levels, a transposed bfloat16 parameter": Configuration({}, dtype="bfloat16", transposed="wide"),
+    "adaptive levels, overflow on one rank": Configuration({}, overflow=True),
+    "adaptive levels, overflow in warm-up": Configuration(dict(warmup_steps=4), overflow=True),
+    "adaptive levels, load_state_dict between and within steps": Configuration({}, reload=True),
+    "adaptive levels, a scale that jumps": Configuration({}, jumps=True),
+    "a fixed threshold with warm-up": Configuration(dict(threshold=0.4, warmup_steps=2)),
+    "a fixed threshold": Configuration(dict(threshold=0.5)),
     "sum": Configuration(dict(threshold=0.3), dict(op="Sum")),
     "asymmetric thresholds": Configuration(dict(positive_threshold=0.2, negative_threshold=-0.45)),
     "another threshold on every rank": Configuration([dict(threshold=0.5), dict(threshold=0.1), dict(threshold=2.5)]),
@@ -111,7 +130,12 @@ def _has_gradient(configuration: Configuration, rank: int, step: int, name: str)
 
 def _gradient(configuration: Configuration, seed: int, rank: int, step: int, name: str) -> np.ndarray:
     """One backward pass's gradient, exact in the configuration's dtype."""
-    value = gradient(seed, rank, step, name, configuration.shapes[name], dyadic=not _compressed(configuration, name))
+    exchange = step // _passes(configuration)
+    exact = uncompressed_steps(configuration.compression) + configuration.overflow
+    dyadic = exchange < exact or not _compressed(configuration, name)
+    value = gradient(seed, rank, step, name, configuration.shapes[name], dyadic)
+    if configuration.jumps and exchange >= 5:
+        value *= np.float32(2.0 ** 20 if exchange < 9 else 2.0 ** -10)
     if name == configuration.sparse:
         value[np.arange(len(value)) % 3 != step % 3] = 0
     if configuration.overflow and rank == 0 and step == 3 and value.size > 20:
@@ -204,8 +228,8 @@ def _run(configuration: Configuration, subset: Any) -> dict[str, Any]:
             weights = {f"weight {name}": _as_float(parameter) for name, parameter in model.named_parameters()}
             steps.append({**gradients, **weights})
         (model.zero_grad(set_to_none=False) if configuration.keep_zeros else optimizer.zero_grad())
-    state = residuals_of(optimizer).state_dict()["residuals"]
-    return {"steps": steps, "residuals": state}
+    state = residuals_of(optimizer).state_dict()
+    return {"steps": steps, "residuals": state["residuals"], "levels": state["levels"]}
 
 
 def _as_float(tensor: torch.Tensor) -> np.ndarray:
@@ -213,15 +237,14 @@ def _as_float(tensor: torch.Tensor) -> np.ndarray:
     return (dense.double() if dense.dtype == torch.float64 else dense.float()).contiguous().clone().numpy()
 
 
-def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[str, list[np.ndarray]]]:
-    """The steps' reduced gradients and weights, the same on every exchanging rank, and each rank's residuals."""
+def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[str, Any]]:
+    """The steps' reduced gradients and weights, the same on every exchanging rank, and the simulated tensors."""
     configuration = CONFIGURATIONS[name]
     ranks = range(max(1, size // 2) if configuration.subset else size)
     average = configuration.options.get("op", "Average") == "Average"
     factor = configuration.options.get("gradient_predivide_factor", 1.0)
     scale = 1 / factor * factor / len(ranks) if average else 1.0
-    tensors = {parameter: SimulatedTensor([thresholds_of(configuration.compression, rank) for rank in ranks],
-                                          int(np.prod(configuration.shapes[parameter])))
+    tensors = {parameter: simulated(configuration.compression, ranks, int(np.prod(configuration.shapes[parameter])))
                for parameter in configuration.shapes
                if _compressed(configuration, parameter) and parameter != configuration.frozen}
     model = _Model(configuration)
@@ -234,9 +257,10 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
                 continue
             per_rank = [_accumulated(configuration, rank, step, parameter) for rank in ranks]
             if parameter in tensors:
-                reduced = tensors[parameter].step(per_rank, scale).reshape(configuration.shapes[parameter])
+                received = not _is_abandoned(configuration, step)
+                reduced = tensors[parameter].step(per_rank, scale, received).reshape(configuration.shapes[parameter])
             else:
-                reduced = np.sum(per_rank, axis=0, dtype=np.float32) * np.float32(scale)
+                reduced = uncompressed(per_rank, scale)
             gradients[parameter] = reduced
         if _is_abandoned(configuration, step):
             continue
@@ -250,7 +274,7 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
         optimizer.step()
         steps.append({**recorded, **{f"weight {parameter}": _as_float(value)
                                      for parameter, value in model.named_parameters()}})
-    return steps, {parameter: tensor.residuals for parameter, tensor in tensors.items()}
+    return steps, tensors
 
 
 def _accumulated(configuration: Configuration, rank: int, step: int, name: str) -> np.ndarray:

@@ -1,0 +1,151 @@
+"""How the compression of a tensor goes: numbers to plot, and a warning where a fixed threshold does not fit.
+
+Cheap enough to be always on: the kernels count codes anyway, and norms, which cost a pass over gradient and residual,
+are taken at the first compressed exchange and at every ``SAMPLE_EVERY``-th.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+
+from .levels import LEVEL_OF_MEAN
+
+logger = logging.getLogger("hvd_twobit")
+
+SAMPLE_EVERY = 100
+"""Compressed exchanges from one sample of norms to the next, and from one look at a fixed threshold to the next."""
+
+LEAST_SHARE = 1e-4
+"""A fixed threshold that makes a smaller share of codes than this non-zero is too high."""
+
+SATURATION = 100
+"""A residual beyond so many thresholds grows faster than a fixed threshold can send it."""
+
+_ELEMENTS_AT_ONCE = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSummary:
+    """The compression of one tensor on this rank.
+
+    Attributes:
+        compressed_exchanges: how often it was compressed so far.
+        level: mean level over its blocks, in the unit of the gradient; with a fixed threshold, the positive one.
+            None during warm-up.
+        nonzero_share: share of elements whose code said something in the last compressed exchange, 0 to 1.
+        gradient_norm: Euclidean norm of this rank's gradient, sampled at the first compressed exchange and at
+            every 100th.
+        residual_norm: Euclidean norm of what was not sent, sampled after the same exchange.
+        nbytes: bytes that this rank hands over in an exchange.
+        ratio: bytes of a float32 gradient for each of these.
+    """
+
+    compressed_exchanges: int
+    level: float | None
+    nonzero_share: float
+    gradient_norm: float
+    residual_norm: float
+    nbytes: int
+    ratio: float
+
+    @property
+    def residual_ratio(self) -> float:
+        """Norm of the residual in relation to the gradient's; 0 where the gradient is zero."""
+        return self.residual_norm / self.gradient_norm if self.gradient_norm else 0.0
+
+
+class TensorStatistics:
+    """Counts and samples of one tensor."""
+
+    def __init__(self) -> None:
+        self._exchanges = 0
+        self._elements = 0
+        self._level: float | None = None
+        self._nonzero = 0
+        self._nonzero_in_window = 0
+        self._nbytes = 0
+        self._gradient_norm = self._residual_norm = 0.0
+        self._mean_magnitude = 0.0
+        self._warned = False
+
+    def summary(self) -> TensorSummary | None:
+        """What is known, or None before the first exchange."""
+        if not self._nbytes:
+            return None
+        return TensorSummary(self._exchanges, self._level, self._nonzero / max(self._elements, 1), self._gradient_norm,
+                             self._residual_norm, self._nbytes, 4 * self._elements / self._nbytes)
+
+    def uncompressed(self, elements: int, nbytes: int) -> None:
+        """The tensor travelled uncompressed."""
+        self._elements, self._nbytes = elements, nbytes
+
+    @property
+    def _sampling(self) -> bool:
+        return self._exchanges == 0 or (self._exchanges + 1) % SAMPLE_EVERY == 0
+
+    def before(self, gradient: np.ndarray) -> None:
+        """A gradient, float32[elements], is about to be compressed."""
+        if self._sampling:
+            self._gradient_norm = euclidean_norm(gradient)
+            self._mean_magnitude = _mean_magnitude(gradient)
+
+    def after(self, residual: np.ndarray, nonzero: int, level: float, nbytes: int) -> None:
+        """It was compressed.
+
+        Args:
+            residual: float32[elements], what was not sent.
+            nonzero: number of codes 11 and 10.
+            level: mean level, or the positive threshold.
+            nbytes: bytes of the payload.
+        """
+        if self._sampling:
+            self._residual_norm = euclidean_norm(residual)
+        self._elements, self._nonzero, self._level, self._nbytes = residual.size, nonzero, level, nbytes
+        self._nonzero_in_window += nonzero
+        self._exchanges += 1
+
+    def warn_of_fixed_threshold(self, name: str, threshold: float, residual: np.ndarray) -> None:
+        """Log one line, once, where a fixed threshold sends almost nothing or is outrun. To be called after ``after``.
+
+        Args:
+            name: the tensor's name.
+            threshold: the smaller magnitude of the two thresholds.
+            residual: float32[elements], what was not sent.
+        """
+        if self._exchanges % SAMPLE_EVERY:
+            return
+        share = self._nonzero_in_window / (SAMPLE_EVERY * max(self._elements, 1))
+        self._nonzero_in_window = 0
+        if self._warned or not 0 < self._mean_magnitude < np.inf:
+            return
+        if share < LEAST_SHARE:
+            problem = (f"has sent {share:.2g} of its codes in {SAMPLE_EVERY} steps: its fixed threshold of "
+                       f"{threshold:.4g} is too high")
+        elif max(float(residual.max()), -float(residual.min())) > SATURATION * threshold:
+            problem = (f"holds back more than {SATURATION} times its fixed threshold of {threshold:.4g} in some "
+                       "elements: it is too low")
+        else:
+            return
+        self._warned = True
+        logger.warning("hvd_twobit: tensor %r %s for gradients of this size; threshold=%.4g would fit them, and "
+                       "threshold=\"auto\" finds and follows it for each tensor", name, problem,
+                       LEVEL_OF_MEAN * self._mean_magnitude)
+
+
+def euclidean_norm(values: np.ndarray) -> float:
+    """Euclidean norm of float32[n], added in float64."""
+    return float(np.sqrt(sum(float(np.dot(part, part)) for part in _parts(values))))
+
+
+def _mean_magnitude(values: np.ndarray) -> float:
+    return sum(float(np.abs(part).sum()) for part in _parts(values)) / max(values.size, 1)
+
+
+def _parts(values: np.ndarray) -> Iterator[np.ndarray]:
+    """The values in float64, a small piece at a time."""
+    return (values[start:start + _ELEMENTS_AT_ONCE].astype(np.float64)
+            for start in range(0, values.size, _ELEMENTS_AT_ONCE))

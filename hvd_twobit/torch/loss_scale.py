@@ -1,0 +1,70 @@
+"""Keeps residuals and levels in the unit of gradients that a ``GradScaler`` multiplies.
+
+Horovod exchanges gradients before they are unscaled. So when the scale changes, what was not sent yet has to change
+with it; and when the scaler skips a step because of an overflow, residuals and levels must be what they were before
+that step, on every rank. Every rank's scaler does the same, as an overflow on one reaches all.
+
+The scaler is known from ``TwoBit(scaler=...)``, or else from its first ``step(optimizer)``, which is in time: until then
+the scale has not changed since the optimizer's first exchange. Only where residuals were loaded from a checkpoint is
+that too late, if the scale is another one; then ``seen`` raises instead of going on with wrong residuals.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import ConfigError
+from ..residuals import ResidualRegistry
+
+
+class LossScale:
+    """The loss scale of one optimizer's gradients.
+
+    Args:
+        residuals: what is kept in the gradients' unit.
+        scaler: the scaler that the user told of, if any.
+    """
+
+    def __init__(self, residuals: ResidualRegistry, scaler: torch.amp.GradScaler | None) -> None:
+        self._residuals = residuals
+        self._scaler: torch.amp.GradScaler | None = None
+        self.applied = False
+        """Whether the optimizer's step was applied since ``expect_step``."""
+        if scaler is not None and scaler.is_enabled():
+            self._bind(scaler)
+
+    def follow(self) -> None:
+        """Before a step's first gradient: bring residuals and levels into its unit."""
+        if self._scaler is not None:
+            self._residuals.follow_loss_scale(self._scaler.get_scale())
+
+    def expect_step(self) -> None:
+        """The scaler is about to apply the optimizer's step, or to skip it."""
+        self.applied = False
+
+    def seen(self, scaler: torch.amp.GradScaler) -> None:
+        """The scaler has applied or skipped the optimizer's step.
+
+        Raises:
+            ConfigError: it is not the scaler that was given, or residuals are in the unit of another scale.
+        """
+        if self._scaler is not scaler:
+            self._learn(scaler)
+        if not self.applied:
+            self._residuals.undo_step()
+
+    def _learn(self, scaler: torch.amp.GradScaler) -> None:
+        if self._scaler is not None:
+            raise ConfigError("the optimizer's step was called by another GradScaler than the one before (or than "
+                              "TwoBit(scaler=...)): residuals follow the scale of one")
+        scale, known = scaler.get_scale(), self._residuals.loss_scale
+        if known is not None and known != scale:
+            raise ConfigError(f"residuals of gradients that were multiplied by {known:g} were loaded, and the first "
+                              f"step's gradients were multiplied by {scale:g}: pass the scaler as TwoBit(scaler=...), "
+                              "or load the scaler's state before the first step")
+        self._residuals.loss_scale = scale
+        self._bind(scaler)
+
+    def _bind(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+        self._residuals.can_undo = True
