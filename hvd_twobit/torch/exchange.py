@@ -197,7 +197,7 @@ class Exchange:
         raise disagreement(statements, hvd.rank())
 
     def _allgather(self, content: np.ndarray, suffix: str) -> int:
-        first = self._statement.tensors[0][0] if self._statement.tensors else ""
+        first = self._statement.tensors[0].name if self._statement.tensors else ""
         with _overlap_explained([first]):
             return hvd.allgather_async(torch.from_numpy(content), name=f"twobit.agreement{suffix}.{first}",
                                        process_set=self._process_set)
