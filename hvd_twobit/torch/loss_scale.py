@@ -6,15 +6,27 @@ that step, on every rank. Every rank's scaler does the same, as an overflow on o
 
 The scaler is known from ``TwoBit(scaler=...)``, or else from its first ``step(optimizer)``, which is in time: until then
 the scale has not changed since the optimizer's first exchange. Only where residuals were loaded from a checkpoint is
-that too late, if the scale is another one; then ``seen`` raises instead of going on with wrong residuals.
+that too late, if the scale is another one; then ``seen`` raises instead of going on with wrong residuals. Residuals
+follow as soon as the scaler is updated, so that what is saved with the scaler's state is in its unit.
 """
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 
 from ..errors import ConfigError
 from ..residuals import ResidualRegistry
+
+
+_followers: weakref.WeakKeyDictionary[torch.amp.GradScaler, weakref.WeakSet[LossScale]] = weakref.WeakKeyDictionary()
+
+
+def updated(scaler: torch.amp.GradScaler) -> None:
+    """The scaler's scale may have changed."""
+    for loss_scale in list(_followers.get(scaler, ())):
+        loss_scale.follow()
 
 
 class LossScale:
@@ -34,7 +46,7 @@ class LossScale:
             self._bind(scaler)
 
     def follow(self) -> None:
-        """Before a step's first gradient: bring residuals and levels into its unit."""
+        """Between two steps: bring residuals and levels into the unit of the next one's gradients."""
         if self._scaler is not None:
             self._residuals.follow_loss_scale(self._scaler.get_scale())
 
@@ -68,3 +80,4 @@ class LossScale:
     def _bind(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
         self._residuals.can_undo = True
+        _followers.setdefault(scaler, weakref.WeakSet()).add(self)
