@@ -124,8 +124,8 @@ def _difference_of(tensor: dict, others: dict, first: dict, other: dict, rank: i
             return (f"{what}rank {no} is still in its uncompressed steps; load states of the same step on every rank, "
                     "or call residuals_of(optimizer).forget_levels() on every rank")
     if tensor["group"] != others["group"]:
-        return (f"is exchanged in the group of {tensor['group']!r} on rank 0 and in that of {others['group']!r} on rank "
-                f"{rank}: form the same groups on every rank")
+        return (f"is exchanged in the group of {tensor['group']!r} on rank 0 and in that of {others['group']!r} on "
+                f"rank {rank}: form the same groups on every rank")
     return None
 
 

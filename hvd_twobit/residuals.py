@@ -198,8 +198,8 @@ class ResidualRegistry:
             for name, residual in residuals.items():
                 self._tensors.setdefault(name, TensorState(residual.shape))
             for name, known in self._tensors.items():
-                residual = residuals[name].reshape(-1) if name in residuals else None
-                known.replace(residual, levels.get(name), counters.get(name, 0))
+                loaded = residuals[name].reshape(-1) if name in residuals else None
+                known.replace(loaded, levels.get(name), counters.get(name, 0))
             self.loss_scale = float(state["loss_scale"]) if "loss_scale" in state else None
 
     def _checked(self, state: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, int]]:
@@ -212,7 +212,8 @@ class ResidualRegistry:
                                 f"version {STATE_FORMAT_VERSION}: load it with the version that saved it")
         loss_scale = np.asarray(state.get("loss_scale", 1.0))
         if loss_scale.shape or loss_scale.dtype.kind not in "fiu" or not 0 < loss_scale < np.inf:
-            raise ResidualError(f"the state has a loss scale of {state['loss_scale']!r}, not a finite number above zero")
+            raise ResidualError(f"the state has a loss scale of {state['loss_scale']!r}, not a finite number above "
+                                "zero")
         residuals = {name: self._checked_residual(name, value) for name, value in state["residuals"].items()}
         levels = {name: _checked_levels(name, value) for name, value in state["levels"].items()}
         counters = {name: _checked_counter(name, value) for name, value in state["uncompressed_steps"].items()}

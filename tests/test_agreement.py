@@ -63,9 +63,9 @@ def test_another_warm_up_is_told() -> None:
 
 def test_another_progress_of_the_warm_up_is_told() -> None:
     assert told(statement(BIAS, changed(WEIGHT, compressed=False)), BASE) == (
-        "tensor 'weight' (4096 elements) is compressed by rank 1 and not by rank 0: rank 0 is still in its uncompressed "
-        "steps; load states of the same step on every rank, or call residuals_of(optimizer).forget_levels() on every "
-        "rank")
+        "tensor 'weight' (4096 elements) is compressed by rank 1 and not by rank 0: rank 0 is still in its "
+        "uncompressed steps; load states of the same step on every rank, or call "
+        "residuals_of(optimizer).forget_levels() on every rank")
 
 
 def test_adaptive_levels_on_one_rank_only_are_told() -> None:

@@ -204,7 +204,7 @@ def test_levels_of_another_step_are_noticed_and_named() -> None:
     for step in range(3):
         exchange([one for one, _ in made], [gradient(1, rank, step, "w", SHAPE) for rank in range(2)], 0.5)
     made[1][1].scale(2.0)
-    with pytest.raises(PayloadError, match="tensor 'w': the payload of rank 1 has a levels_checksum of 0x.* forget_lev"):
+    with pytest.raises(PayloadError, match="'w': the payload of rank 1 has a levels_checksum of 0x.* forget_levels"):
         exchange([one for one, _ in made], [gradient(1, rank, 3, "w", SHAPE) for rank in range(2)], 0.5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 
 from .launcher import run_ranks
@@ -29,16 +30,20 @@ def results_of(ranks: int) -> list[Any]:
 def test_gradients_equal_the_simulation_of_all_ranks_for_20_steps(ranks: int, name: str) -> None:
     for rank, result in enumerate(exchanging(name, results_of(ranks))):
         result = result[name]
-        steps, residuals = scenario.expected(name, ranks, rank)
+        steps, tensors = scenario.expected(name, ranks, rank)
         assert len(result["steps"]) == len(steps)
         for number, (found, wanted) in enumerate(zip(result["steps"], steps)):
             for key in found:
                 assert_same_bits(found[key], wanted[key], f"step {number}, rank {rank}, {key}")
             recorded = {key.partition(" ")[0] for key in found}
             assert found.keys() == {key for key in wanted if key.partition(" ")[0] in recorded} and "weight" in recorded
-        assert result["residuals"].keys() == residuals.keys()
-        for tensor, wanted in residuals.items():
-            assert_same_bits(result["residuals"][tensor].reshape(-1), wanted, f"residual {tensor}, rank {rank}")
+        scale = np.float32(result["loss_scale"] if scenario.CONFIGURATIONS[name].dynamic else 1)
+        assert result["residuals"].keys() == tensors.keys()
+        assert result["levels"].keys() == {tensor for tensor in tensors if len(tensors[tensor].levels)}
+        for tensor, found in result["residuals"].items():
+            assert_same_bits(found.reshape(-1) / scale, tensors[tensor].residuals[rank], f"residual {tensor}, {rank}")
+        for tensor, found in result["levels"].items():
+            assert_same_bits(found / scale, np.array(tensors[tensor].levels), f"levels {tensor}, {rank}")
 
 
 @by_case

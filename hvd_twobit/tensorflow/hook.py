@@ -24,8 +24,10 @@ from ..horovod_form import Expected, check_form
 from ..reduction import Reduction, refuse_op
 from ..residuals import ResidualRegistry
 from .compressor import TwoBit
-from .exchange import Settings, describe, exchange, groups_of, labels_of
+from .exchange import Settings, exchange
 from .graphs import refuse_argument
+from .loss_scale import follow_optimizers, scale_in_force
+from .plan import describe, groups_of, labels_of
 from .variables import VariableResiduals, residuals_of_tapes
 
 _TAPE = "DistributedGradientTape"
@@ -48,6 +50,7 @@ def install() -> None:
     _replace(hvd, "_make_allreduce_grads_fn", _make_allreduce_grads_fn)
     _replace(hvd._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
     _replace(horovod_keras, "create_distributed_optimizer", _refuse_keras_3)
+    follow_optimizers()
     hvd._knows_twobit = True
 
 
@@ -125,7 +128,7 @@ class _AllreduceGrads:
         tensors = [describe(self._settings.config, grads[position], variable, labels[position],
                             next(homes) if isinstance(variable, tf.Variable) else None, group)
                    for position, variable, group in zip(present, variables, groups_of(self._groups, variables))]
-        reduced = exchange(self._settings, tensors, [grads[position] for position in present])
+        reduced = exchange(self._settings, tensors, [grads[position] for position in present], scale_in_force())
         for position, gradient in zip(present, reduced):
             grads[position] = gradient
         return grads

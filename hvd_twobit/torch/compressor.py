@@ -43,8 +43,8 @@ class TwoBit(TwoBitParameters, Compressor):
     Args:
         threshold: ``"auto"``, the default, for levels that adapt; or a number, short for
             ``positive_threshold=threshold, negative_threshold=-threshold``.
-        positive_threshold: > 0; residuals at or above it are sent as this value. 0.5 where only the other one is given.
-        negative_threshold: < 0; residuals at or below it are sent as this value. -0.5 where only the other one is given.
+        positive_threshold: > 0; residuals at or above it are sent as this value. 0.5 where only the other is given.
+        negative_threshold: < 0; residuals at or below it are sent as this value. -0.5 where only the other is given.
         min_elements: tensors with fewer elements travel uncompressed (default 1024; 0 compresses all, as MXNet does).
         warmup_steps: exchanges in which tensors travel uncompressed (default 0), with adaptive levels after the first.
         block_elements: elements that share an adaptive level, a multiple of 16 (default 1024).

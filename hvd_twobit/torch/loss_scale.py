@@ -4,9 +4,9 @@ Horovod exchanges gradients before they are unscaled. So when the scale changes,
 with it; and when the scaler skips a step because of an overflow, residuals and levels must be what they were before
 that step, on every rank. Every rank's scaler does the same, as an overflow on one reaches all.
 
-The scaler is known from ``TwoBit(scaler=...)``, or else from its first ``step(optimizer)``, which is in time: until then
-the scale has not changed since the optimizer's first exchange. Only where residuals were loaded from a checkpoint is
-that too late, if the scale is another one; then ``seen`` raises instead of going on with wrong residuals. Residuals
+The scaler is known from ``TwoBit(scaler=...)``, or else from its first ``step(optimizer)``, which is in time: until
+then the scale has not changed since the optimizer's first exchange. Only where residuals were loaded from a checkpoint
+is that too late, if the scale is another one; then ``seen`` raises instead of going on with wrong residuals. Residuals
 follow as soon as the scaler is updated, so that what is saved with the scaler's state is in its unit.
 """
 
@@ -18,7 +18,6 @@ import torch
 
 from ..errors import ConfigError
 from ..residuals import ResidualRegistry
-
 
 _followers: weakref.WeakKeyDictionary[torch.amp.GradScaler, weakref.WeakSet[LossScale]] = weakref.WeakKeyDictionary()
 
