@@ -20,6 +20,8 @@ DISAGREE = r"DisagreementError: ranks do not agree on what to exchange, seen by 
 BIAS = DISAGREE + (r"tensor '(bias|dense/bias):0' \(40 elements\) is compressed by rank 0 and not by rank 1: "
                    r"min_elements is 0 on rank 0 and 1024 on rank 1; give every rank the same")
 JIT_COMPILE = "UnsupportedOperationError: jit_compile=True compiles the training step with XLA, and Horovod's"
+KERAS_3 = (r"UnsupportedOperationError: {} is an optimizer of Keras 3\.[\d.]+, .* every rank would train on its own\. "
+           r"Set TF_USE_LEGACY_KERAS=1 .* or use TensorFlow 2\.15")
 MESSAGES = {
     "adasum": UNSUPPORTED.format("Adasum"),
     "adasum_optimizer": UNSUPPORTED.format("Adasum"),
@@ -34,8 +36,12 @@ MESSAGES = {
     "variables_in_a_list_as_an_argument": r"ConfigError: variable 'a:0' is the argument 'listed.*' of a tf\.function",
     "jit_compile_in_fit": JIT_COMPILE,
     "jit_compile_of_a_function": JIT_COMPILE,
-    "keras_3": r"UnsupportedOperationError: SGD is an optimizer of Keras 3\.0\.5, .* every rank would train on its own"
-               r"\. Set TF_USE_LEGACY_KERAS=1",
+    "keras_3": KERAS_3.format("SGD"),
+    "keras_3_by_horovod_tensorflow": KERAS_3.format("SGD"),
+    "keras_3_in_mixed_precision": KERAS_3.format(r"LossScaleOptimizer\w*"),
+    "keras_3_model_loaded": KERAS_3.format("SGD"),
+    "keras_3_variables_on_a_tape": r"UnsupportedOperationError: source 'a' of the tape is a Variable of Keras 3\.[\d.]+"
+                                   r", .*\[variable\.value for variable in model\.trainable_variables\]",
     "another_min_elements": BIAS,
     "another_min_elements_in_a_function": BIAS,
     "another_min_elements_in_a_group": BIAS,
