@@ -7,6 +7,7 @@ weights are, and ``expected`` can simulate all ranks. ``run`` is called on the r
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -463,37 +464,53 @@ def fit_partial(*arguments: Any) -> Any:
 def expected(name: str, size: int, rank: int) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
     """The steps' reduced gradients and weights on a rank that exchanges, and its residuals."""
     configuration = CONFIGURATIONS[name]
-    ranks = range(max(1, size // 2) if configuration.subset else size)
-    average = configuration.options.get("op", "Average") == "Average"
-    factor = configuration.options.get("gradient_predivide_factor", 1.0)
-    scale = 1 / factor * factor / len(ranks) if average else 1.0
+    sums, residuals = _reduced(name, size)
     after = configuration.loss_scale * (_passes(configuration) if
                                         configuration.options.get("average_aggregated_gradients") else 1)
-    simulated = {variable: SimulatedTensor([thresholds_of(configuration.compression, rank) for rank in ranks],
-                                           int(np.prod(configuration.shapes[variable])))
-                 for variable in configuration.shapes if _compressed(configuration, variable) and len(ranks) > 1}
     kind = tf.as_dtype(configuration.dtype).as_numpy_dtype
     recorded = np.float64 if configuration.dtype == "float64" else np.float32
     weights = {variable: np.zeros(shape, kind) for variable, shape in configuration.shapes.items()}
     steps = []
-    for step in range(STEPS):
+    for reduced in sums:
         gradients = {}
+        for variable, per_rank in reduced.items():
+            value = per_rank[rank] if variable == configuration.local else per_rank[0]
+            gradients[variable] = (value / np.float32(after)).astype(kind)
+            weights[variable] = np.asarray(weights[variable] - kind(LEARNING_RATE) * gradients[variable], kind)
+        steps.append({**{f"gradient {variable}": value.astype(recorded) for variable, value in gradients.items()},
+                      **{f"weight {variable}": value.astype(recorded) for variable, value in weights.items()}})
+    return steps, {_residual_name(configuration, variable): per_rank[rank] for variable, per_rank in residuals.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def _reduced(name: str, size: int) -> tuple[list[dict[str, list[np.ndarray]]], dict[str, list[np.ndarray]]]:
+    """All ranks, simulated once: by step and variable what the exchange returns, and by variable the ranks' residuals.
+
+    What the exchange returns is one array for all ranks, or one for each where it is not exchanged.
+    """
+    configuration = CONFIGURATIONS[name]
+    ranks = range(max(1, size // 2) if configuration.subset else size)
+    average = configuration.options.get("op", "Average") == "Average"
+    factor = configuration.options.get("gradient_predivide_factor", 1.0)
+    scale = 1 / factor * factor / len(ranks) if average else 1.0
+    simulated = {variable: SimulatedTensor([thresholds_of(configuration.compression, rank) for rank in ranks],
+                                           int(np.prod(configuration.shapes[variable])))
+                 for variable in configuration.shapes if _compressed(configuration, variable) and len(ranks) > 1}
+    steps = []
+    for step in range(STEPS):
+        reduced = {}
         for variable, shape in configuration.shapes.items():
             if _missing(configuration, step, variable):
                 continue
             per_rank = [_accumulated(configuration, rank, step, variable) for rank in ranks]
             if variable in simulated:
-                reduced = simulated[variable].step(per_rank, scale).reshape(shape)
+                reduced[variable] = [simulated[variable].step(per_rank, scale).reshape(shape)]
             elif variable == configuration.local:
-                reduced = per_rank[rank] / np.float32(len(ranks))
+                reduced[variable] = [value / np.float32(len(ranks)) for value in per_rank]
             else:
-                reduced = np.sum(per_rank, axis=0, dtype=np.float32) * np.float32(scale)
-            gradients[variable] = (np.asarray(reduced, np.float32) / np.float32(after)).astype(kind)
-            weights[variable] = np.asarray(weights[variable] - kind(LEARNING_RATE) * gradients[variable], kind)
-        steps.append({**{f"gradient {variable}": value.astype(recorded) for variable, value in gradients.items()},
-                      **{f"weight {variable}": value.astype(recorded) for variable, value in weights.items()}})
-    return steps, {_residual_name(configuration, variable): tensor.residuals[rank]
-                   for variable, tensor in simulated.items()}
+                reduced[variable] = [np.asarray(np.sum(per_rank, axis=0, dtype=np.float32) * np.float32(scale))]
+        steps.append(reduced)
+    return steps, {variable: tensor.residuals for variable, tensor in simulated.items()}
 
 
 def _accumulated(configuration: Configuration, rank: int, step: int, name: str) -> np.ndarray:
