@@ -33,7 +33,7 @@ from ..errors import UnsupportedOperationError
 from ..payload import payload_nbytes
 from ..reduction import Reduction, refuse_dtype
 from .buffers import Recycled, aligned_copy
-from .graphs import building_with_xla, collective_name, held_until
+from .graphs import building_with_xla, collective_name, end_before_the_next, held_until
 from .variables import VariableResiduals, unique
 
 # Horovod 0.28.1 has no bfloat16; what is not listed travels as float32.
@@ -184,6 +184,7 @@ class _Builder:
                 results = [self._by_size(tensor, part, agreed) for tensor, part in zip(tensors, parts)]
             for position, result in zip(positions, results):
                 reduced[position] = result
+        end_before_the_next(reduced)
         return reduced
 
     def _alike(self) -> list[list[int]]:

@@ -5,7 +5,9 @@ The state lies on the graph that it is about, so that it ends with the graph and
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -41,6 +43,26 @@ def held_until(agreed: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     held = tf.reshape(tensor, tf.shape(tensor) + agreed)
     held.set_shape(tensor.shape)
     return held
+
+
+def end_before_the_next(reduced: Sequence[Any]) -> None:
+    """Let an exchange end before the next one begins, where one graph may be called several times in a step.
+
+    That is so in a function that another one calls, and in the body of a loop. The next exchange has the same names
+    there: Horovod 0.28.1 refuses a name that is on its way, and ranks could meet in different calls. TensorFlow keeps
+    the order of calls that change the same variable, whatever else is in them.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if graph is not _outermost(graph) and tf.compat.v1.executing_eagerly_outside_functions():
+        with tf.control_dependencies(tf.nest.flatten(list(reduced), expand_composites=True)):
+            _exchanges().assign_add(1)
+
+
+@functools.cache
+def _exchanges() -> tf.Variable:
+    """Counts exchanges; made when first needed, as the import must not start TensorFlow's runtime."""
+    with tf.init_scope(), tf.device("/cpu:0"):
+        return tf.Variable(0, trainable=False, dtype=tf.int64, name="twobit_exchanges")
 
 
 def refuse_argument(variable: tf.Variable) -> None:

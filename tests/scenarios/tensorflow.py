@@ -6,7 +6,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
-from tests.scenarios import tensorflow_bad_input, tensorflow_gradients, tensorflow_variables
+from tests.scenarios import tensorflow_bad_input, tensorflow_gradients, tensorflow_uses, tensorflow_variables
 
 
 def run() -> dict[str, Any]:
@@ -14,5 +14,6 @@ def run() -> dict[str, Any]:
     results: dict[str, Any] = {"gradients": tensorflow_gradients.run(list(tensorflow_gradients.CONFIGURATIONS))}
     if hvd.size() == 2:
         results["variables"] = tensorflow_variables.run()
+        results["uses"] = tensorflow_uses.run()
         results["bad_input"] = tensorflow_bad_input.run()
     return results
