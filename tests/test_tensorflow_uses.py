@@ -17,6 +17,8 @@ pytestmark = waits_for_the_job
 EXPECTED: dict[str, Any] = {
     # 0.25, then 0.5; what is left of them is 0.25, and the next two add up to 1: twice 0.5.
     "a_function_called_twice_in_another": [[[0.0] * 3, [0.5] * 3], [[0.5] * 3, [0.5] * 3]],
+    "a_function_traced_before": [0.0, 0.5, 0.0, 0.5, 0.0, 0.5, 0.0],
+    "a_function_traced_in_another_trace": [[0.0, 0.0, 0.5], [0.0, 0.5, 0.5], [0.0, 0.0, 0.5]],
     "a_loop_that_adds_up": [1.0, 1.5],
     "a_loop_that_trains": [-2.5],
     "a_loop_over_a_dataset": [-1.5],

@@ -9,7 +9,7 @@ other, and so would wait for a tensor's collective before it encoded the next. T
 known in the step only, as TensorFlow would call a stateless function of constants, and the collective of its result,
 beforehand.
 
-Every step begins with the ranks' agreement (see ``agreement``). It depends on no gradient, so it is under way while
+Every exchange begins with the ranks' agreement (see ``agreement``). It depends on no gradient, so it is under way while
 the model computes, and every collective waits for it: ranks that would send different collectives are told so instead
 of waiting for each other.
 """
@@ -33,7 +33,7 @@ from ..errors import UnsupportedOperationError
 from ..payload import payload_nbytes
 from ..reduction import Reduction, refuse_dtype
 from .buffers import Recycled, aligned_copy
-from .graphs import building_with_xla, collective_name, end_before_the_next, held_until
+from .graphs import building_with_xla, collective_name, count_exchange, exchanges_before, held_until
 from .variables import VariableResiduals, unique
 
 # Horovod 0.28.1 has no bfloat16; what is not listed travels as float32.
@@ -184,7 +184,7 @@ class _Builder:
                 results = [self._by_size(tensor, part, agreed) for tensor, part in zip(tensors, parts)]
             for position, result in zip(positions, results):
                 reduced[position] = result
-        end_before_the_next(reduced)
+        count_exchange(reduced)
         return reduced
 
     def _alike(self) -> list[list[int]]:
@@ -203,8 +203,8 @@ class _Builder:
                  if tensor.travel is Travel.BY_SIZE]
         process_set = self._settings.process_set
         with tf.device("/cpu:0"):
-            mine = tf.numpy_function(lambda *sizes: np.frombuffer(self._statement(sizes).digest, np.uint8).copy(),
-                                     sizes, tf.uint8)
+            mine = tf.numpy_function(lambda _, *sizes: np.frombuffer(self._statement(sizes).digest, np.uint8).copy(),
+                                     [exchanges_before(), *sizes], tf.uint8)
             mine.set_shape([NBYTES])
             digests = hvd.allgather(mine, name=collective_name("HorovodAllgather", "agreement"), ignore_name_scope=True,
                                     process_set=process_set)

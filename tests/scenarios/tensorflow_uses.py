@@ -20,7 +20,8 @@ EVERYTHING = TwoBit(threshold=0.5, min_elements=0)
 
 def run() -> dict[str, Any]:
     """What every function below returns on this rank."""
-    functions = [a_function_called_twice_in_another, a_loop_that_adds_up, a_loop_that_trains, a_loop_over_a_dataset,
+    functions = [a_function_called_twice_in_another, a_function_traced_before, a_function_traced_in_another_trace,
+                 a_loop_that_adds_up, a_loop_that_trains, a_loop_over_a_dataset,
                  several_steps_per_execution, a_condition, a_condition_of_two_exchanges, several_tapes_added_up,
                  a_variable_of_two_models, variables_created_later, a_model_as_an_argument, fitted_again_and_again,
                  a_cloned_model, a_layer_used_twice, one_variable_in_mixed_precision, a_train_step_of_the_users_own]
@@ -48,6 +49,26 @@ def a_function_called_twice_in_another() -> Any:
     inner = tf.function(lambda value: _reduced(variables, value))
     outer = tf.function(lambda: [inner(0.25), inner(0.5)])
     return [[_first(reduced) for reduced in outer()] for _ in range(2)]
+
+
+def a_function_traced_before() -> Any:
+    """By a call of its own, so that while it was traced nothing told of others."""
+    variable = _variable()
+    inner = tf.function(lambda: _reduced([variable])[0])
+    outer = tf.function(lambda: [inner(), inner(), inner()])
+    return _first([inner(), *outer(), *outer()])
+
+
+def a_function_traced_in_another_trace() -> Any:
+    """The second trace of the outer function has its own names, the inner function those of the first."""
+    variables = [_variable(), _variable()]
+    inner = tf.function(lambda: _reduced(variables[:1])[0])
+
+    @tf.function
+    def outer(batch: tf.Tensor) -> list[tf.Tensor]:
+        return [inner(), _reduced(variables[1:], 0.25 + 0.0 * batch[0])[0], inner()]
+
+    return [_first(outer(tf.zeros(size))) for size in (1, 2, 2)]
 
 
 def a_loop_that_adds_up() -> Any:
