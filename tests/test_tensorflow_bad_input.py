@@ -13,7 +13,10 @@ import pytest
 
 from hvd_twobit.errors import UnsupportedHorovodError
 
-from .launcher import REPOSITORY, run_ranks
+from .launcher import REPOSITORY
+from .tensorflow_job import results_of, waits_for_the_job
+
+pytestmark = waits_for_the_job
 
 UNSUPPORTED = r"UnsupportedOperationError: TwoBit cannot be used with op=hvd\.{}: two-bit codes can be summed"
 DISAGREE = r"DisagreementError: ranks do not agree on what to exchange, seen by rank {rank}: "
@@ -53,17 +56,27 @@ MESSAGES = {
     "another_shape_under_a_known_name": r"ResidualError: tensor 'a:0' has shape \(11,\), but its residual was kept",
 }
 
+IN_A_GRAPH = {"another_min_elements": "DisagreementError", "another_min_elements_in_fit": "DisagreementError",
+              "another_version_of_payload": "PayloadError", "another_shape_under_a_known_name": "ResidualError"}
+
 
 @pytest.fixture(scope="module")
 def told() -> list[dict[str, str]]:
     """What each of two real ranks was told in every scenario."""
-    return run_ranks(2, "tests.scenarios.tensorflow_bad_input:run", framework="tensorflow")
+    return results_of(2, "bad_input")
 
 
 @pytest.mark.parametrize("scenario", MESSAGES)
 def test_every_rank_is_told_what_is_wrong(scenario: str, told: list[dict[str, str]]) -> None:
     for rank, messages in enumerate(told):
         assert re.search(MESSAGES[scenario].replace("{rank}", str(rank)), messages[scenario]), messages[scenario]
+
+
+def test_tensorflow_wraps_what_a_running_graph_raises_and_the_text_names_our_error(told: list[dict[str, str]]) -> None:
+    for messages in told:
+        for scenario, error in IN_A_GRAPH.items():
+            wrapped, _, text = messages[scenario].partition(": ")
+            assert wrapped in ("UnknownError", "InvalidArgumentError") and f"{error}: " in text, messages[scenario]
 
 
 def test_elastic_training_does_not_take_a_mistake_for_a_lost_rank(told: list[dict[str, str]]) -> None:

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 import pytest
 
-from .launcher import run_ranks
 from .scenarios import tensorflow_gradients as scenario
 from .simulation import assert_same_bits
+from .tensorflow_job import results_of, waits_for_the_job
 
-# Keras's ways to call the exchange do not depend on the number of ranks: their variants run on two only, to save time.
-CASES = [(ranks, name) for ranks in (2, 4) for name in scenario.CONFIGURATIONS
-         if ranks == 2 or not name.startswith("Keras's fit, ")]
+CASES = [(ranks, name) for ranks in (2, 4) for name in scenario.CONFIGURATIONS]
 by_case = pytest.mark.parametrize(("ranks", "name"), CASES, ids=[f"{ranks} ranks-{name}" for ranks, name in CASES])
-
-
-@functools.lru_cache
-def results_of(ranks: int) -> list[Any]:
-    """Every configuration in one job of so many ranks, started once; per rank."""
-    return run_ranks(ranks, "tests.scenarios.tensorflow_gradients:run", framework="tensorflow",
-                     environment={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
-                     names=[name for number, name in CASES if number == ranks])
+pytestmark = waits_for_the_job
 
 
 @by_case
 def test_gradients_equal_the_simulation_of_all_ranks_for_20_steps(ranks: int, name: str) -> None:
-    for rank, result in enumerate(exchanging(name, results_of(ranks))):
+    for rank, result in enumerate(exchanging(name, results_of(ranks, "gradients"))):
         result = result[name]
         steps, tensors = scenario.expected(name, ranks, rank)
         assert len(result["steps"]) == len(steps)
@@ -48,7 +38,7 @@ def test_gradients_equal_the_simulation_of_all_ranks_for_20_steps(ranks: int, na
 
 @by_case
 def test_all_ranks_hold_identical_weights_afterwards(ranks: int, name: str) -> None:
-    first, *others = [result[name]["steps"][-1] for result in exchanging(name, results_of(ranks))]
+    first, *others = [result[name]["steps"][-1] for result in exchanging(name, results_of(ranks, "gradients"))]
     for other in others:
         for key in first:
             if key.startswith("weight") and key != f"weight {scenario.CONFIGURATIONS[name].local}":

@@ -13,7 +13,6 @@ import time
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
-from sent_bytes import SentBytes
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
+from hvd_twobit.bench.sent_bytes import SentBytes
 from hvd_twobit.torch import TwoBit
 
 
@@ -115,7 +115,7 @@ def main():
     # Horovod: wrap optimizer with DistributedOptimizer.
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
 
-    sent = SentBytes()
+    sent = SentBytes("torch")
     history = []
     # Horovod: show progress on rank 0 only.
     live = first and (args.progress_bar or sys.stderr.isatty())
@@ -151,8 +151,8 @@ def main():
     if first and args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         parameters = sum(p.numel() for p in model.parameters())
-        measured = {"ranks": hvd.size(), "parameters": parameters, "steps_per_epoch": len(loader),
-                    "arguments": vars(args), "epochs": history}
+        measured = {"front_end": "PyTorch", "ranks": hvd.size(), "parameters": parameters,
+                    "steps_per_epoch": len(loader), "arguments": vars(args), "epochs": history}
         args.output.write_text(json.dumps(measured, indent=1, default=str) + "\n")
     # Horovod: end together, so that no rank takes another's end for a failure.
     hvd.barrier()

@@ -12,10 +12,10 @@ import time
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from sent_bytes import SentBytes
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+from hvd_twobit.bench.sent_bytes import SentBytes
 from hvd_twobit.tensorflow import TwoBit
 
 
@@ -99,7 +99,7 @@ def main():
     hvd.broadcast_variables(model.variables, root_rank=0)
     hvd.broadcast_variables(optimizer.variables, root_rank=0)
 
-    sent = SentBytes()
+    sent = SentBytes("tensorflow")
     history = []
     for epoch in range(1, args.epochs + 1):
         losses, seconds, sent_before = [], [], sent.total
@@ -123,9 +123,9 @@ def main():
 
     if first and args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps({"ranks": hvd.size(), "parameters": model.count_params(),
-                                           "steps_per_epoch": steps, "arguments": vars(args), "epochs": history},
-                                          indent=1, default=str) + "\n")
+        measured = {"front_end": "TensorFlow", "ranks": hvd.size(), "parameters": model.count_params(),
+                    "steps_per_epoch": steps, "arguments": vars(args), "epochs": history}
+        args.output.write_text(json.dumps(measured, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

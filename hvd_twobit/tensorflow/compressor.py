@@ -34,6 +34,10 @@ class TwoBit(TwoBitParameters, Compressor):
     are scaled: multiply the thresholds by the loss scale and keep it fixed (``dynamic=False``), or let it be and call
     ``residuals_of(optimizer).scale(new / old)`` when it changes.
 
+    With Keras's optimizers Horovod 0.28.1 exchanges gradients in ``fit`` and ``minimize`` only: those that you hand to
+    ``apply_gradients`` have to come from a ``DistributedGradientTape``. Gradients of gradients do not pass through an
+    exchange.
+
     When not to use it: where the link carries a step's gradients in less time than the CPU takes to compress them,
     with one process (nothing is sent), with more than 16 ranks, where an allgather of two bits per element receives
     as many bytes as an fp16 allreduce, or with ``jit_compile=True``, which Horovod cannot do.
@@ -46,6 +50,10 @@ class TwoBit(TwoBitParameters, Compressor):
 
     Raises:
         ConfigError: an argument is unknown or its value cannot be used.
+        tf.errors.OpError: in a step. TensorFlow puts an error of ``hvd_twobit.errors`` that a running graph meets into
+            one of its own, with the whole text: look for ``DisagreementError: `` (ranks would send different
+            collectives), ``PayloadError: `` or ``ResidualError: `` in ``str(error)``, not for the type. Mistakes that
+            are known while a graph is built are raised as they are.
 
     Source: 2-bit compression of MXNet 1.9.1's kvstore; F. Seide et al., "1-Bit Stochastic Gradient Descent", 2014, for
     error feedback.

@@ -9,7 +9,7 @@ other, and so would wait for a tensor's collective before it encoded the next. T
 known in the step only, as TensorFlow would call a stateless function of constants, and the collective of its result,
 beforehand.
 
-Every step begins with the ranks' agreement (see ``agreement``). It depends on no gradient, so it is under way while
+Every exchange begins with the ranks' agreement (see ``agreement``). It depends on no gradient, so it is under way while
 the model computes, and every collective waits for it: ranks that would send different collectives are told so instead
 of waiting for each other. What is decided in the step (is a tensor's warm-up over? by how much is the loss scaled?) is
 decided there, and the graph has both ways.
@@ -31,7 +31,7 @@ from ..config import TwoBitConfig
 from ..errors import UnsupportedOperationError
 from ..reduction import Reduction
 from .buffers import Recycled, aligned_copy
-from .graphs import building_with_xla, collective_name, held_until
+from .graphs import building_with_xla, collective_name, count_exchange, exchanges_before, held_until
 from .plan import Plan, Tensor, Travel, Unit
 
 # Horovod 0.28.1 has no bfloat16; what is not listed travels as float32.
@@ -157,7 +157,7 @@ class _Builder:
             results = steady()
         for (_, unit), result in zip(warming, results):
             self._put(reduced, unit, result)
-        self._end(reduced, loss_scale is not None)
+        count_exchange(reduced if loss_scale is None else [*reduced, self._undone_where_not_finite(reduced)])
         return reduced
 
     def _one_unit(self, unit: Unit, gradients: Sequence[Any], agreed: tf.Tensor, compressed: tf.Tensor) -> list[Any]:
@@ -198,14 +198,14 @@ class _Builder:
         process_set, plan = self._settings.process_set, self._plan
         shapes = [tf.shape(gradients[unit.positions[0]]) for unit in self._units if unit.travel is Travel.BY_SIZE]
 
-        def begin(loss_scale: np.ndarray, *shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        def begin(_: np.ndarray, loss_scale: np.ndarray, *shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             plan.begin_step(float(loss_scale))
             statement, compressed = plan.of_step(shapes)
             return np.frombuffer(statement.digest, np.uint8).copy(), compressed
 
         with tf.device("/cpu:0"):
             scale = tf.constant(0.0) if loss_scale is None else tf.cast(loss_scale, tf.float32)
-            mine, compressed = tf.numpy_function(begin, [scale, *shapes], [tf.uint8, tf.bool])
+            mine, compressed = tf.numpy_function(begin, [exchanges_before(), scale, *shapes], [tf.uint8, tf.bool])
             mine.set_shape([NBYTES])
             compressed.set_shape([len(self._units)])
             digests = hvd.allgather(mine, name=collective_name("HorovodAllgather", "agreement"), ignore_name_scope=True,
@@ -232,22 +232,21 @@ class _Builder:
         never.set_shape([])
         return never
 
-    def _end(self, reduced: Sequence[Any], scaled: bool) -> None:
-        """The end of the step, which TensorFlow lets the next one's beginning wait for, also within one function.
+    def _undone_where_not_finite(self, reduced: Sequence[Any]) -> tf.Tensor:
+        """Done when residuals and levels are what they were, if a gradient is not finite.
 
-        Residuals and levels go back to what they were where a LossScaleOptimizer will skip the step: it does where a
-        gradient is not finite.
+        A LossScaleOptimizer skips the step then.
         """
         values = [part.values if isinstance(part, tf.IndexedSlices) else part for part in reduced]
-        usable = tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in values]) if scaled else True
 
-        def end(usable: np.ndarray) -> np.ndarray:
-            if not usable:
+        def undo(finite: np.ndarray) -> np.ndarray:
+            if not finite:
                 self._plan.undo_step()
             return np.zeros((), np.int32)
 
-        with tf.device("/cpu:0"), tf.control_dependencies(values):
-            tf.numpy_function(end, [usable], tf.int32)
+        with tf.device("/cpu:0"):
+            return tf.numpy_function(undo, [tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in values])],
+                                     tf.int32)
 
     # The ways to travel.
 

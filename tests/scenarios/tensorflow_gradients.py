@@ -7,6 +7,7 @@ weights are, and ``expected`` can simulate all ranks. ``run`` is called on the r
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -497,36 +498,54 @@ def fit_partial(*arguments: Any) -> Any:
 def expected(name: str, size: int, rank: int) -> tuple[list[dict[str, np.ndarray]], dict[str, Any]]:
     """The steps' reduced gradients and weights on a rank that exchanges, and the simulated tensors."""
     configuration = CONFIGURATIONS[name]
-    ranks = range(max(1, size // 2) if configuration.subset else size)
-    average = configuration.options.get("op", "Average") == "Average"
-    factor = configuration.options.get("gradient_predivide_factor", 1.0)
-    scale = 1 / factor * factor / len(ranks) if average else 1.0
+    sums, tensors = _reduced(name, size)
     after = _multiplied_by(configuration) * (_passes(configuration) if
                                              configuration.options.get("average_aggregated_gradients") else 1)
-    tensors = {variable: simulated(configuration.compression, ranks, int(np.prod(configuration.shapes[variable])))
-               for variable in configuration.shapes if _compressed(configuration, variable) and len(ranks) > 1}
     kind = tf.as_dtype(configuration.dtype).as_numpy_dtype
     recorded = np.float64 if configuration.dtype == "float64" else np.float32
     weights = {variable: np.zeros(shape, kind) for variable, shape in configuration.shapes.items()}
     steps = []
-    for step in range(STEPS):
+    for step, reduced in enumerate(sums):
         gradients = {}
-        for variable, shape in configuration.shapes.items() if not _skipped(configuration, step) else ():
-            if _missing(configuration, step, variable):
-                continue
-            per_rank = [_accumulated(configuration, rank, step, variable) for rank in ranks]
-            if variable in tensors:
-                reduced = tensors[variable].step(per_rank, scale).reshape(shape)
-            elif variable == configuration.local:
-                reduced = per_rank[rank] / np.float32(len(ranks))
-            else:
-                reduced = uncompressed(per_rank, scale)
-            gradients[variable] = (np.asarray(reduced, np.float32) / np.float32(after)).astype(kind)
+        for variable, per_rank in reduced.items():
+            value = per_rank[rank] if variable == configuration.local else per_rank[0]
+            gradients[variable] = (value / np.float32(after)).astype(kind)
             weights[variable] = np.asarray(weights[variable] - kind(LEARNING_RATE) * gradients[variable], kind)
         if (step + 1) % configuration.steps_per_execution == 0:
             steps.append({**{f"gradient {variable}": value.astype(recorded) for variable, value in gradients.items()},
                           **{f"weight {variable}": value.astype(recorded) for variable, value in weights.items()}})
     return steps, {_residual_name(configuration, variable): tensor for variable, tensor in tensors.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def _reduced(name: str, size: int) -> tuple[list[dict[str, list[np.ndarray]]], dict[str, Any]]:
+    """All ranks, simulated once: by step and variable what the exchange returns, and the simulated tensors.
+
+    What the exchange returns is one array for all ranks, or one for each where it is not exchanged; nothing in steps
+    that are skipped.
+    """
+    configuration = CONFIGURATIONS[name]
+    ranks = range(max(1, size // 2) if configuration.subset else size)
+    average = configuration.options.get("op", "Average") == "Average"
+    factor = configuration.options.get("gradient_predivide_factor", 1.0)
+    scale = 1 / factor * factor / len(ranks) if average else 1.0
+    tensors = {variable: simulated(configuration.compression, ranks, int(np.prod(configuration.shapes[variable])))
+               for variable in configuration.shapes if _compressed(configuration, variable) and len(ranks) > 1}
+    steps = []
+    for step in range(STEPS):
+        reduced = {}
+        for variable, shape in configuration.shapes.items() if not _skipped(configuration, step) else ():
+            if _missing(configuration, step, variable):
+                continue
+            per_rank = [_accumulated(configuration, rank, step, variable) for rank in ranks]
+            if variable in tensors:
+                reduced[variable] = [tensors[variable].step(per_rank, scale).reshape(shape)]
+            elif variable == configuration.local:
+                reduced[variable] = [value / np.float32(len(ranks)) for value in per_rank]
+            else:
+                reduced[variable] = [uncompressed(per_rank, scale)]
+        steps.append(reduced)
+    return steps, tensors
 
 
 def _multiplied_by(configuration: Configuration) -> int:
