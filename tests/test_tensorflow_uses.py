@@ -45,5 +45,13 @@ def test_every_gradient_is_sent_once_and_in_order(use: str) -> None:
         assert result[use] == EXPECTED[use]
 
 
+def test_statistics_go_to_tensorboard_on_rank_0() -> None:
+    first, second = [result["statistics_for_tensorboard"] for result in results_of(2, "uses")]
+    nbytes = 32 + 16 + 2048 // 4
+    assert first == {f"{step} twobit/wide/kernel:0/{name}": value for step, exchanges in ((4, 3), (8, 7))
+                     for name, value in (("compressed_exchanges", exchanges), ("nbytes", nbytes))}
+    assert second == {}
+
+
 def test_every_use_is_tested() -> None:
-    assert results_of(2, "uses")[0].keys() == EXPECTED.keys()
+    assert results_of(2, "uses")[0].keys() == {*EXPECTED, "statistics_for_tensorboard"}

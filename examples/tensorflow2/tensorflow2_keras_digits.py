@@ -34,6 +34,10 @@ def make_model():
     ])
 
 
+def threshold(text):
+    return text if text == "auto" else float(text)
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(description="TensorFlow 2 Keras digits example",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -45,8 +49,8 @@ def parse_arguments():
     compression = parser.add_mutually_exclusive_group()
     compression.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
     compression.add_argument("--twobit-allreduce", action="store_true", help="send gradients as two bits an element")
-    # The loss is a mean over the batch, so gradients are far smaller than the sums over it that 0.5 was made for.
-    parser.add_argument("--twobit-threshold", type=float, default=0.01, help="what the bits stand for, plus or minus")
+    parser.add_argument("--twobit-threshold", type=threshold, default="auto",
+                        help="what two bits stand for, plus or minus: a number, or auto for levels that adapt")
     parser.add_argument("--progress-bar", action="store_true",
                         help="draw a progress bar though the output is no terminal (horovodrun's is)")
     parser.add_argument("--output", type=pathlib.Path, help="write what was measured to this JSON file")

@@ -19,7 +19,7 @@ from hvd_twobit import payload
 from hvd_twobit.tensorflow import TwoBit, residuals_of
 from tests.scenarios import told_by
 
-EVERYTHING = TwoBit(min_elements=0)
+EVERYTHING = TwoBit(threshold=0.5, min_elements=0)
 
 
 def _variables(**shapes: Any) -> dict[str, tf.Variable]:

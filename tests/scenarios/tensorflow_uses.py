@@ -5,6 +5,8 @@ The threshold is 0.5 and every gradient a multiple of 1/8, so that results can b
 
 from __future__ import annotations
 
+import pathlib
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ import horovod.tensorflow.keras as hvd_keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_twobit.keras import callbacks
 from hvd_twobit.tensorflow import TwoBit, residuals_of
 
 EVERYTHING = TwoBit(threshold=0.5, min_elements=0)
@@ -24,7 +27,8 @@ def run() -> dict[str, Any]:
                  a_loop_that_adds_up, a_loop_that_trains, a_loop_over_a_dataset,
                  several_steps_per_execution, a_condition, a_condition_of_two_exchanges, several_tapes_added_up,
                  a_variable_of_two_models, variables_created_later, a_model_as_an_argument, fitted_again_and_again,
-                 a_cloned_model, a_layer_used_twice, one_variable_in_mixed_precision, a_train_step_of_the_users_own]
+                 a_cloned_model, a_layer_used_twice, one_variable_in_mixed_precision, a_train_step_of_the_users_own,
+                 statistics_for_tensorboard]
     return {function.__name__: function() for function in functions}
 
 
@@ -236,3 +240,19 @@ def one_variable_in_mixed_precision() -> Any:
         sent += _first(tape.gradient(loss, variables))
         names = list(residuals_of(tape))
     return sent, len(names)
+
+
+def statistics_for_tensorboard() -> Any:
+    """What the callback writes for rank 0 while a model with adaptive levels is trained; nothing for others."""
+    model = tf.keras.Sequential([tf.keras.layers.Dense(64, input_shape=(32,), name="wide", use_bias=False)])
+    model.compile(hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.01), compression=TwoBit), loss="mse")
+    hvd.broadcast_variables(model.variables, root_rank=0)
+    with tempfile.TemporaryDirectory() as folder:
+        model.fit(np.ones((8, 32), np.float32), np.zeros((8, 64), np.float32), batch_size=1, verbose=0,
+                  callbacks=[callbacks.TwoBitTensorBoard(folder, update_freq=4)])
+        found = {}
+        for file in pathlib.Path(folder).iterdir():
+            for event in tf.compat.v1.train.summary_iterator(str(file)):
+                for value in event.summary.value:
+                    found[f"{event.step} {value.tag}"] = float(tf.make_ndarray(value.tensor))
+    return {key: found[key] for key in sorted(found) if key.endswith(("exchanges", "nbytes"))} if found else {}
