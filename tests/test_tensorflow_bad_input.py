@@ -49,6 +49,10 @@ MESSAGES = {
     "another_min_elements_in_a_function": BIAS,
     "another_min_elements_in_a_group": BIAS,
     "another_min_elements_in_fit": BIAS,
+    "auto_on_one_rank": DISAGREE + 'rank 0 has a fixed threshold and rank 1 has threshold="auto"',
+    "other_groups_on_one_rank": DISAGREE + r"tensor 'b:0' is exchanged in the group of 'b:0' on rank 0 and in that of "
+                                           r"'a:0' on rank 1",
+    "levels_of_another_step": r"PayloadError: tensor 'weight:0': the payload of rank \d has a levels_checksum of 0x\w+",
     "no_gradient_on_one_rank": DISAGREE + r"tensor 'b:0' is exchanged by rank 0 and not by rank 1",
     "another_shape_on_one_rank": DISAGREE + r"tensor 'a:0' has 10 elements on rank 0 and 11 on rank 1",
     "another_size_of_unknown_shape": DISAGREE + r"tensor 'a:0' has 10 elements on rank 0 and 11 on rank 1",

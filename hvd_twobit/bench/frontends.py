@@ -33,8 +33,6 @@ SHAPES = [(2048, 4096), (4096,), (4096, 2048), (2048,), (2048, 2048), (2048,), (
           (2000,)]
 """A dense model of 25 million parameters."""
 
-"""About 19 % of standard normal gradients lie beyond plus or minus this."""
-
 LIMIT = 1.25
 WARM_UP_ROUNDS = 2
 _POLL_S = 0.005

@@ -20,9 +20,9 @@ from .exchange import Pending
 class TwoBit(TwoBitParameters, Compressor):
     """2-bit gradient compression with error feedback, for ``hvd.DistributedOptimizer(..., compression=TwoBit)``.
 
-    Each gradient element is sent as two bits that mean "positive threshold", "negative threshold" or "nothing yet";
-    what they could not say is kept on the rank that computed it and added to its next gradient. A rank sends 1/16 of
-    the bytes of float32. Pass the class itself, for its defaults, or an instance; each optimizer keeps its own
+    Each gradient element is sent as two bits that mean "plus the level", "minus the level" or "nothing yet"; what they
+    could not say is kept on the rank that computed it and added to its next gradient. A rank sends 1/16 of the bytes
+    of float32, and levels 3 % more. Pass the class itself, for its defaults, or an instance; each optimizer keeps its own
     residuals (``residuals_of(optimizer)``).
 
     Tuning: none, to begin with. Levels adapt to the gradient: each tensor travels uncompressed in its first exchange,

@@ -52,6 +52,26 @@ def another_min_elements_in_fit() -> None:
     _fit(TwoBit(min_elements=1024 * hvd.rank()))
 
 
+def auto_on_one_rank() -> None:
+    _gradients(_variables(weight=(30, 40)), TwoBit("auto" if hvd.rank() else 0.5, warmup_steps=1))
+
+
+def other_groups_on_one_rank() -> None:
+    variables = _variables(a=(10,), b=(10,), c=(10,))
+    a, b, c = variables.values()
+    _gradients(variables, groups=[[a, b], [c]] if hvd.rank() else [[a], [b, c]])
+
+
+def levels_of_another_step() -> None:
+    variables = _variables(weight=(30, 40))
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variables["weight"])
+        tape = hvd.DistributedGradientTape(tape, compression=TwoBit)
+        tape.gradient(loss, [variables["weight"]])
+        residuals_of(tape).scale(1.0 + hvd.rank())
+
+
 def no_gradient_on_one_rank() -> None:
     variables = _variables(a=(10,), b=(10,))
     _gradients(variables, used=["a", "b"][:2 - hvd.rank()])
@@ -200,7 +220,8 @@ SCENARIOS: list[Callable[[], None]] = [
     a_variable_as_an_argument, variables_in_a_list_as_an_argument, jit_compile_in_fit, jit_compile_of_a_function,
     keras_3, keras_3_by_horovod_tensorflow, keras_3_in_mixed_precision, keras_3_model_loaded,
     keras_3_variables_on_a_tape, another_min_elements, another_min_elements_in_a_function,
-    another_min_elements_in_a_group, another_min_elements_in_fit, no_gradient_on_one_rank, another_shape_on_one_rank,
+    another_min_elements_in_a_group, another_min_elements_in_fit, auto_on_one_rank, other_groups_on_one_rank,
+    levels_of_another_step, no_gradient_on_one_rank, another_shape_on_one_rank,
     another_size_of_unknown_shape, another_version_of_payload, another_shape_under_a_known_name]
 
 
