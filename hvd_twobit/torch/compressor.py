@@ -22,8 +22,8 @@ class TwoBit(TwoBitParameters, Compressor):
 
     Each gradient element is sent as two bits that mean "plus the level", "minus the level" or "nothing yet"; what they
     could not say is kept on the rank that computed it and added to its next gradient. A rank sends 1/16 of the bytes
-    of float32, and levels 3 % more. Pass the class itself, for its defaults, or an instance; each optimizer keeps its own
-    residuals (``residuals_of(optimizer)``).
+    of float32, and levels 3 % more. Pass the class itself, for its defaults, or an instance; each optimizer keeps its
+    own residuals (``residuals_of(optimizer)``).
 
     Tuning: none, to begin with. Levels adapt to the gradient: each tensor travels uncompressed in its first exchange,
     then its levels, one per 1024 elements, follow it. ``warmup_steps`` prolongs the uncompressed beginning. A fixed
