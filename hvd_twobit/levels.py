@@ -125,16 +125,16 @@ class AdaptiveLevels:
     def next(self, levels: np.ndarray | None, received: Received, elements: int) -> np.ndarray:
         """The levels of the next exchange, from the block tables of all ranks."""
         assert levels is not None
-        sums, counts = np.zeros(levels.size), np.zeros(levels.size, np.int64)
-        silent_sums = np.zeros(levels.size)
-        for table in received.table:  # In rank order, so that all ranks round alike.
-            selected = table["selected_count"] > 0
-            sums += np.where(selected, table["selected_sum"], 0)
-            silent_sums += np.where(selected, 0, table["selected_sum"])
-            counts += table["selected_count"]
-        members = np.maximum(len(received.table) * self._sizes(elements), 1)
-        following = np.where(silent_sums > 0, LEVEL_OF_MEAN * silent_sums / members, levels)
-        return within_limits(np.divide(sums, counts, out=following, where=counts > 0))
+        sums, counts = received.table["selected_sum"].astype(np.float64), received.table["selected_count"]
+        total = counts.sum(axis=0, dtype=np.int64)
+        if counts.all():
+            return within_limits(_added_in_rank_order(sums) / total)
+        selected = counts > 0
+        silent = _added_in_rank_order(np.where(selected, 0, sums))
+        members = np.maximum(len(sums) * self._sizes(elements), 1)
+        following = np.where(silent > 0, LEVEL_OF_MEAN * silent / members, levels)
+        return within_limits(np.divide(_added_in_rank_order(np.where(selected, sums, 0)), total, out=following,
+                                       where=total > 0))
 
     def write_table(self, table: np.ndarray, selected_sum: np.ndarray, selected_count: np.ndarray,
                     residual: np.ndarray) -> None:
@@ -175,4 +175,12 @@ def levels_of(config: TwoBitConfig) -> FixedLevels | AdaptiveLevels:
 
 def within_limits(levels: np.ndarray) -> np.ndarray:
     """Levels as they are kept: float32, between ``LOWEST`` and ``HIGHEST``."""
-    return np.clip(levels, LOWEST, HIGHEST).astype(np.float32)
+    return np.minimum(np.maximum(levels, LOWEST), HIGHEST).astype(np.float32)
+
+
+def _added_in_rank_order(rows: np.ndarray) -> np.ndarray:
+    """Sum over the first axis, in an order that no library chooses: all ranks have to round alike."""
+    total = rows[0].copy()
+    for row in rows[1:]:
+        total += row
+    return total
