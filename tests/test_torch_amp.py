@@ -16,7 +16,7 @@ MISTAKES = {
     "unscaled_before_synchronize": r"UnsupportedOperationError: the GradScaler would unscale gradients that are still "
                                     r"being exchanged: call optimizer\.synchronize\(\)",
     "another_scaler": r"ConfigError: the optimizer's step was called by another GradScaler",
-    "loaded_at_another_scale": r"ConfigError: residuals of gradients that were multiplied by 1024 were loaded, and the "
+    "loaded_at_another_scale": r"ConfigError: residuals of gradients that were multiplied by 2048 were loaded, and the "
                                 r"first step's gradients were multiplied by 4: pass the scaler as TwoBit\(scaler=",
     "no_scaler": r"ConfigError: scaler must be a torch\.amp\.GradScaler, not 1024\.0",
 }
