@@ -88,7 +88,8 @@ def test_an_overflow_on_one_rank_skips_the_step_of_every_rank_and_poisons_no_res
 
 def test_tensorflow_and_pytorch_send_the_same_bytes_for_the_same_gradients(results: list[dict[str, Any]]) -> None:
     for mine, theirs in zip(results, run_ranks(2, "tests.scenarios.torch_payloads:run")):
-        assert len(mine["payloads"]["sent"]) == len(theirs["sent"]) == 3
+        # Three steps, the first of which is uncompressed.
+        assert len(mine["payloads"]["sent"]) == len(theirs["sent"]) == 2
         for kind in ("sent", "reduced"):
             for found, wanted in zip(mine["payloads"][kind], theirs[kind]):
                 assert_same_bits(found, wanted, kind)
