@@ -62,7 +62,7 @@ def test_statistics_go_to_tensorboard_on_rank_0() -> None:
 
 def test_statistics_bear_the_number_of_the_step_that_an_execution_ended_with() -> None:
     found = results_of(2, "uses")[0]["statistics_of_many_steps_per_execution"]
-    # Executions end after 3, 6, 8, 11, 14 and 16 steps; each entry is written by the first that reaches a multiple of 4.
+    # Executions end after 3, 6, 8, 11, 14 and 16 steps; an entry is written by the first that reaches a multiple of 4.
     assert {key: value for key, value in found.items() if "exchanges" in key} == {
         f"{step} twobit/wide/kernel:0/compressed_exchanges": step - 1.0 for step in (6, 8, 14, 16)}
 

@@ -19,8 +19,8 @@ class TwoBitTensorBoard(tf.keras.callbacks.Callback):
 
     Args:
         log_dir: directory of TensorBoard's files; may be that of ``tf.keras.callbacks.TensorBoard``.
-        update_freq: training steps from one entry to the next; with ``steps_per_execution``, an entry follows the execution
-            that reaches them.
+        update_freq: training steps from one entry to the next; with ``steps_per_execution``, an entry follows the
+            execution that reaches them.
 
     Raises:
         ConfigError: ``update_freq`` is no whole number above zero; at the beginning of training, the optimizer was not
