@@ -121,6 +121,9 @@ def _difference_of(tensor: dict, others: dict, first: dict, other: dict, rank: i
             if first[setting] != other[setting]:
                 return (f"{what}{setting} is {first[setting]} on rank 0 and {other[setting]} on rank {rank}; give "
                         "every rank the same")
+            if decision == "compressible":
+                return (f"{what}on rank {no} its gradient is sparse, or not a variable's; compute the same kind of "
+                        "gradient on every rank")
             return (f"{what}rank {no} is still in its uncompressed steps; load states of the same step on every rank, "
                     "or call residuals_of(optimizer).forget_levels() on every rank")
     if tensor["group"] != others["group"]:

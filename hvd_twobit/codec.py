@@ -152,9 +152,12 @@ class Codec:
         own = self._levels.header(state.levels, out.size).levels_checksum
         for rank, header in enumerate(received.headers):
             if header.levels_checksum != own:
+                known = self._residuals.loss_scale
+                scaled = "" if known is None else (f"; this rank's loss scale is {known:g}, and has to be the same on "
+                                                   "every rank")
                 raise PayloadError(f"tensor {name!r}: the payload of rank {rank} has a levels_checksum of "
                                    f"{header.levels_checksum:#x}, this rank's levels have {own:#x}: load states of the "
-                                   "same step on every rank, or call forget_levels() on every rank")
+                                   f"same step on every rank, or call forget_levels() on every rank{scaled}")
         senders = self._levels.of_senders(state.levels, received)
         block_elements = layout.block_elements or kernels.whole_tensor(out.size)
         self._kernels.unpack_sum(received.codes, senders, block_elements, out, scale)

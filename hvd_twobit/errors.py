@@ -8,6 +8,8 @@ also inherit from the built-in exception that a caller would expect, so that ``e
 class TwoBitError(Exception):
     """Base class of every error that hvd_twobit raises on purpose."""
 
+    ag_pass_through = True  # Or AutoGraph raises a StagingError instead, which no ``except TwoBitError`` catches.
+
 
 class ConfigError(TwoBitError, ValueError):
     """A parameter of ``TwoBit`` or a key of ``TwoBit.from_params`` is unknown, or its value cannot be used."""

@@ -34,9 +34,10 @@ class TensorSummary:
 
     Attributes:
         compressed_exchanges: how often it was compressed so far.
-        level: mean level over its blocks, in the unit of the gradient; with a fixed threshold, the positive one.
-            None during warm-up.
-        nonzero_share: share of elements whose code said something in the last compressed exchange, 0 to 1.
+        level: mean level over its blocks, in the unit of the gradient that was exchanged (with a loss scale, of the
+            scaled one); with a fixed threshold, the positive one. None where the last exchange was uncompressed.
+        nonzero_share: share of elements whose code said something in the last exchange, 0 to 1; 0 where that was
+            uncompressed.
         gradient_norm: Euclidean norm of this rank's gradient, sampled at the first compressed exchange and at
             every 100th.
         residual_norm: Euclidean norm of what was not sent, sampled after the same exchange.
@@ -87,6 +88,7 @@ class TensorStatistics:
     def uncompressed(self, elements: int, nbytes: int) -> None:
         """The tensor travelled uncompressed."""
         self._elements, self._nbytes = elements, nbytes
+        self._level, self._nonzero = None, 0
 
     @property
     def _sampling(self) -> bool:

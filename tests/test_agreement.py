@@ -55,6 +55,13 @@ def test_another_min_elements_is_told_with_tensor_ranks_and_values() -> None:
     assert "compressed by rank 0 and not by rank 1" in told(other, BASE)
 
 
+def test_a_gradient_that_is_sparse_on_one_rank_is_told() -> None:
+    sparse = statement(BIAS, changed(WEIGHT, compressible=False, compressed=False))
+    assert told(BASE, sparse) == ("tensor 'weight' (4096 elements) is compressed by rank 0 and not by rank 1: on rank "
+                                  "1 its gradient is sparse, or not a variable's; compute the same kind of gradient on "
+                                  "every rank")
+
+
 def test_another_warm_up_is_told() -> None:
     assert told(BASE, statement(BIAS, changed(WEIGHT, compressed=False), warmup_steps=5)) == (
         "tensor 'weight' (4096 elements) is compressed by rank 0 and not by rank 1: warmup_steps is 0 on rank 0 and 5 "

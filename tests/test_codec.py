@@ -204,7 +204,17 @@ def test_levels_of_another_step_are_noticed_and_named() -> None:
     for step in range(3):
         exchange([one for one, _ in made], [gradient(1, rank, step, "w", SHAPE) for rank in range(2)], 0.5)
     made[1][1].scale(2.0)
-    with pytest.raises(PayloadError, match="'w': the payload of rank 1 has a levels_checksum of 0x.* forget_levels"):
+    with pytest.raises(PayloadError, match="'w': the payload of rank 1 has a levels_checksum of 0x.* on every rank$"):
+        exchange([one for one, _ in made], [gradient(1, rank, 3, "w", SHAPE) for rank in range(2)], 0.5)
+
+
+def test_levels_in_the_unit_of_another_loss_scale_are_told_with_the_scale() -> None:
+    made = [adaptive("numba"), adaptive("numba")]
+    for step in range(2):
+        exchange([one for one, _ in made], [gradient(1, rank, step, "w", SHAPE) for rank in range(2)], 0.5)
+    for (_, registry), loss_scale in zip(made, (8.0, 16.0)):
+        registry.follow_loss_scale(loss_scale)
+    with pytest.raises(PayloadError, match="levels_checksum.*; this rank's loss scale is 8, and has to be the same"):
         exchange([one for one, _ in made], [gradient(1, rank, 3, "w", SHAPE) for rank in range(2)], 0.5)
 
 

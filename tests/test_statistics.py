@@ -45,6 +45,19 @@ def test_in_warm_up_a_tensor_sends_all_its_bytes() -> None:
     assert summary == TensorSummary(0, None, 0.0, 0.0, 0.0, 4 * ELEMENTS, 1.0)
 
 
+def test_in_a_second_warm_up_nothing_is_told_of_the_codes_before_it() -> None:
+    registry = exchange(3, noise(1))
+    before = registry.stats()["layer.weight"]
+    registry.forget_levels()
+    one = Codec(TwoBitConfig.from_arguments(), registry)
+    assert not one.ready("layer.weight", SHAPE)
+    one.observe("layer.weight", SHAPE, noise(1)[0], 1, 1.0)
+    summary = registry.stats()["layer.weight"]
+    assert before.level is not None and before.nonzero_share > 0
+    assert (summary.level, summary.nonzero_share, summary.ratio) == (None, 0.0, 1.0)
+    assert summary.compressed_exchanges == before.compressed_exchanges == 2
+
+
 def test_one_exchange_is_told_exactly() -> None:
     gradient = np.zeros(ELEMENTS, np.float32)
     gradient[:512] = [0.75, -0.75] * 256

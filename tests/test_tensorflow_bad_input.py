@@ -36,6 +36,7 @@ MESSAGES = {
     "residuals_of_two_models": r"ConfigError: the variables of this tape have residuals in 2 places",
     "unknown_argument": r"ConfigError: unknown argument treshold=0\.1 \(did you mean threshold\?\)",
     "a_variable_as_an_argument": r"ConfigError: variable 'a:0' is the argument 'variable' of a tf\.function",
+    "a_variable_as_an_argument_under_autograph": r"ConfigError: variable 'a:0' is the argument 'variable' of a tf\.f",
     "variables_in_a_list_as_an_argument": r"ConfigError: variable 'a:0' is the argument 'listed.*' of a tf\.function",
     "jit_compile_in_fit": JIT_COMPILE,
     "jit_compile_of_a_function": JIT_COMPILE,

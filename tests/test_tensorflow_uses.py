@@ -35,6 +35,13 @@ EXPECTED: dict[str, Any] = {
     "a_cloned_model": [0.0, -0.5, -0.5],
     "a_layer_used_twice": -0.5,
     "a_train_step_of_the_users_own": -1.0,
+    # Gradients of 1/16 times 4, then 8: nothing, then 0.5 of 1, which are 1/16 of gradient; 0.5 is left. The other:
+    # 0.5 of 4, then 0.5 of 7 + 8; 14.5 are left.
+    "two_loss_scales": [[-0.0625, 8.0, 0.5], [-0.5 / 64 - 0.5 / 128, 128.0, 14.5]],
+    "two_loss_scales_eagerly": [[-0.0625, 8.0, 0.5], [-0.5 / 64 - 0.5 / 128, 128.0, 14.5]],
+    "two_losses_changed_after_they_were_scaled": True,
+    "a_loss_changed_after_it_was_scaled": [-0.0625, 8.0, 0.5],
+    "an_unscaled_loss_beside_a_scaled_one": [[-0.0625, 8.0, 0.5], [0.0, None, 0.125]],
     "one_variable_in_mixed_precision": [[0.0, 0.5, 0.0, 0.5], 1],
 }
 
@@ -53,5 +60,13 @@ def test_statistics_go_to_tensorboard_on_rank_0() -> None:
     assert second == {}
 
 
+def test_statistics_bear_the_number_of_the_step_that_an_execution_ended_with() -> None:
+    found = results_of("tensorflow", 2, "uses")[0]["statistics_of_many_steps_per_execution"]
+    # Executions end after 3, 6, 8, 11, 14 and 16 steps; an entry is written by the first that reaches a multiple of 4.
+    assert {key: value for key, value in found.items() if "exchanges" in key} == {
+        f"{step} twobit/wide/kernel:0/compressed_exchanges": step - 1.0 for step in (6, 8, 14, 16)}
+
+
 def test_every_use_is_tested() -> None:
-    assert results_of("tensorflow", 2, "uses")[0].keys() == {*EXPECTED, "statistics_for_tensorboard"}
+    assert results_of("tensorflow", 2, "uses")[0].keys() == {
+        *EXPECTED, "statistics_for_tensorboard", "statistics_of_many_steps_per_execution"}

@@ -14,12 +14,19 @@ from .simulation import assert_same_bits
 
 pytestmark = waits_for_the_job
 
+UNSYNCHRONIZED = (r"UnsupportedOperationError: the GradScaler would unscale gradients that are still to be exchanged: "
+                  r"call optimizer\.synchronize\(\)")
 MISTAKES = {
-    "unscaled_before_synchronize": r"UnsupportedOperationError: the GradScaler would unscale gradients that are still "
-                                    r"being exchanged: call optimizer\.synchronize\(\)",
+    "unscaled_before_synchronize": UNSYNCHRONIZED,
+    "unscaled_before_the_last_pass": UNSYNCHRONIZED,
+    "stepped_before_synchronize_by_a_scaling_optimizer": UNSYNCHRONIZED,
+    "synchronized_again_by_the_step": r"UnsupportedOperationError: the optimizer's step would exchange gradients that "
+                                      r"the GradScaler has unscaled.*within `with optimizer\.skip_synchronize\(\):`",
     "another_scaler": r"ConfigError: the optimizer's step was called by another GradScaler",
     "loaded_at_another_scale": r"ConfigError: residuals of gradients that were multiplied by 2048 were loaded, and the "
                                 r"first step's gradients were multiplied by 4: pass the scaler as TwoBit\(scaler=",
+    "scaled_later": r"ConfigError: residuals of gradients that no GradScaler had multiplied were there before the "
+                    r"first step of one, whose scale was 1024: .*follow_loss_scale\(scaler\.get_scale\(\)\)",
     "no_scaler": r"ConfigError: scaler must be a torch\.amp\.GradScaler, not 1024\.0",
 }
 

@@ -19,7 +19,8 @@ class TwoBitTensorBoard(tf.keras.callbacks.Callback):
 
     Args:
         log_dir: directory of TensorBoard's files; may be that of ``tf.keras.callbacks.TensorBoard``.
-        update_freq: training steps from one entry to the next.
+        update_freq: training steps from one entry to the next; with ``steps_per_execution``, an entry follows the
+            execution that reaches them.
 
     Raises:
         ConfigError: ``update_freq`` is no whole number above zero; at the beginning of training, the optimizer was not
@@ -33,15 +34,21 @@ class TwoBitTensorBoard(tf.keras.callbacks.Callback):
         self._log_dir, self._update_freq = os.fspath(log_dir), update_freq
         self._writer: tf.summary.SummaryWriter | None = None
         self._step = 0
+        self._batch = -1
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._residuals = residuals_of(self.model.optimizer)
         if hvd.rank() == 0 and self._writer is None:
             self._writer = tf.summary.create_file_writer(self._log_dir)
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._batch = -1
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._step += 1
-        if self._step % self._update_freq == 0:
+        # Called once for several steps where compile() was given steps_per_execution.
+        steps, self._batch = batch - self._batch, batch
+        self._step += steps
+        if self._step % self._update_freq < steps:
             self._write()
 
     def on_train_end(self, logs: Any = None) -> None:

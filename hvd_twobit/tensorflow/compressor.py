@@ -35,10 +35,11 @@ class TwoBit(TwoBitParameters, Compressor):
     goes; ``hvd_twobit.keras.callbacks.TwoBitTensorBoard`` plots it.
 
     Mixed precision: under a Keras ``LossScaleOptimizer`` gradients are exchanged while they are scaled, and residuals
-    and levels follow its scale. That is known from its ``get_scaled_loss`` and ``get_unscaled_gradients``, which Keras
-    calls itself, and a training loop of your own around ``tape.gradient``; where you scale a loss by other means, call
+    and levels follow its scale. Keras tells it in ``fit`` and ``minimize``, and in a training loop of your own the loss
+    that ``get_scaled_loss`` returned and ``tape.gradient`` is given; where you scale a loss by other means, call
     ``residuals_of(optimizer).scale(new / old)`` when the scale changes. An overflow on one rank reaches all: every rank
-    skips the step, and residuals are as they were before it, for which a copy of each is kept.
+    skips the step, and residuals are as they were before it, for which a copy of each is kept. A fixed threshold is in
+    the unit of the scaled gradient, and stays as it is when the scale changes.
 
     With Keras's optimizers Horovod 0.28.1 exchanges gradients in ``fit`` and ``minimize`` only: those that you hand to
     ``apply_gradients`` have to come from a ``DistributedGradientTape``. Gradients of gradients do not pass through an

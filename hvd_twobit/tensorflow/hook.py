@@ -26,7 +26,7 @@ from ..residuals import ResidualRegistry
 from .compressor import TwoBit
 from .exchange import Settings, exchange
 from .graphs import refuse_argument
-from .loss_scale import follow_optimizers, scale_in_force
+from .loss_scale import follow_optimizers, gradients_of, scale_in_force
 from .plan import describe, groups_of, labels_of
 from .variables import VariableResiduals, residuals_of_tapes
 
@@ -49,7 +49,7 @@ def install() -> None:
     check_horovod(horovod.__version__, hvd, horovod_keras)
     _replace(hvd, "_make_allreduce_grads_fn", _make_allreduce_grads_fn)
     _replace(hvd._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
-    _replace(hvd._DistributedGradientTape, "gradient", _refuse_keras_3_sources)
+    _replace(hvd._DistributedGradientTape, "gradient", _gradient)
     _replace(horovod_keras, "create_distributed_optimizer", _refuse_keras_3)
     _replace(horovod_keras, "load_model", _refuse_keras_3_models)
     follow_optimizers()
@@ -226,17 +226,19 @@ def _refuse_keras_3_models(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @tf.autograph.experimental.do_not_convert
-def _refuse_keras_3_sources(original: Any, *args: Any, **kwargs: Any) -> Any:
+def _gradient(original: Any, *args: Any, **kwargs: Any) -> Any:
     given = _arguments(original, args, kwargs)
-    if isinstance(given["self"]._allreduce_grads, _OfTape):
-        for source in tf.nest.flatten(given["sources"]):
-            version = _version_of_keras_3(type(source))
-            if version is not None:
-                raise UnsupportedOperationError(
-                    f"source {source.path!r} of the tape is a Variable of Keras {version}, which the tape of Horovod "
-                    f"{horovod.__version__} cannot tell from others: give it the TensorFlow variable within, "
-                    "tape.gradient(loss, [variable.value for variable in model.trainable_variables])")
-    return original(*args, **kwargs)
+    if not isinstance(given["self"]._allreduce_grads, _OfTape):
+        return original(*args, **kwargs)
+    for source in tf.nest.flatten(given["sources"]):
+        version = _version_of_keras_3(type(source))
+        if version is not None:
+            raise UnsupportedOperationError(
+                f"source {source.path!r} of the tape is a Variable of Keras {version}, which the tape of Horovod "
+                f"{horovod.__version__} cannot tell from others: give it the TensorFlow variable within, "
+                "tape.gradient(loss, [variable.value for variable in model.trainable_variables])")
+    with gradients_of(given["target"]):
+        return original(*args, **kwargs)
 
 
 def _version_of_keras_3(kind: type) -> str | None:

@@ -164,11 +164,6 @@ class Exchange:
         finally:
             self._agreement = None
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether gradients are being exchanged."""
-        return bool(self._in_flight)
-
     def _begin_step(self) -> None:
         """Unless it was done in this step: settle the last one, decide what is compressed, and tell the other ranks."""
         if self._agreement is not None:

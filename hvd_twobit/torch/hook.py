@@ -151,12 +151,8 @@ def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _scaler_unscale(original: Any, self: torch.amp.GradScaler, optimizer: Any) -> None:
-    exchange = getattr(optimizer, "_twobit", None)
-    if exchange is not None and self.is_enabled() and exchange.in_flight:
-        raise UnsupportedOperationError(
-            "the GradScaler would unscale gradients that are still being exchanged: call optimizer.synchronize() after "
-            "backward(), then scaler.unscale_(optimizer) if you need it, and scaler.step(optimizer) within "
-            "`with optimizer.skip_synchronize():`")
+    if getattr(optimizer, "_twobit", None) is not None and self.is_enabled():
+        _refuse_unsynchronized(optimizer)
     original(self, optimizer)
 
 
@@ -164,10 +160,28 @@ def _scaler_step(original: Any, self: torch.amp.GradScaler, optimizer: Any, *arg
     exchange = getattr(optimizer, "_twobit", None)
     if exchange is None or not self.is_enabled():
         return original(self, optimizer, *args, **kwargs)
+    _refuse_unsynchronized(optimizer)
+    if optimizer._requires_update and optimizer._should_synchronize:
+        raise UnsupportedOperationError(
+            "the optimizer's step would exchange gradients that the GradScaler has unscaled, and residuals are in the "
+            "unit of scaled ones: call scaler.step(optimizer) within `with optimizer.skip_synchronize():`, after "
+            "optimizer.synchronize()")
     exchange.loss_scale.expect_step()
     result = original(self, optimizer, *args, **kwargs)
     exchange.loss_scale.seen(self)
     return result
+
+
+def _refuse_unsynchronized(optimizer: Any) -> None:
+    """Refuse that a scaler looks at gradients before ranks have exchanged them.
+
+    Also those are meant whose exchange has not begun: backward passes are accumulated, or a group is not complete.
+    """
+    if optimizer._handles:
+        raise UnsupportedOperationError(
+            "the GradScaler would unscale gradients that are still to be exchanged: call optimizer.synchronize() after "
+            "backward(), then scaler.unscale_(optimizer) if you need it, and scaler.step(optimizer) within "
+            "`with optimizer.skip_synchronize():`")
 
 
 def _scaler_update(original: Any, self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:

@@ -5,9 +5,10 @@ with it; and when the scaler skips a step because of an overflow, residuals and 
 that step, on every rank. Every rank's scaler does the same, as an overflow on one reaches all.
 
 The scaler is known from ``TwoBit(scaler=...)``, or else from its first ``step(optimizer)``, which is in time: until
-then the scale has not changed since the optimizer's first exchange. Only where residuals were loaded from a checkpoint
-is that too late, if the scale is another one; then ``seen`` raises instead of going on with wrong residuals. Residuals
-follow as soon as the scaler is updated, so that what is saved with the scaler's state is in its unit.
+then the scale has not changed since the optimizer's first exchange. Only where residuals were there before that step
+is that too late, if they are in another unit: loaded from a checkpoint, or left by steps without a scaler. Then
+``seen`` raises instead of going on with wrong residuals. Residuals follow as soon as the scaler is updated, so that
+what is saved with the scaler's state is in its unit.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class LossScale:
     def __init__(self, residuals: ResidualRegistry, scaler: torch.amp.GradScaler | None) -> None:
         self._residuals = residuals
         self._scaler: torch.amp.GradScaler | None = None
+        self._began_without_scale = False
         self.applied = False
         """Whether the optimizer's step was applied since ``expect_step``."""
         if scaler is not None and scaler.is_enabled():
@@ -48,6 +50,8 @@ class LossScale:
         """Between two steps: bring residuals and levels into the unit of the next one's gradients."""
         if self._scaler is not None:
             self._residuals.follow_loss_scale(self._scaler.get_scale())
+        else:
+            self._began_without_scale = self._residuals.loss_scale is None and len(self._residuals) > 0
 
     def expect_step(self) -> None:
         """The scaler is about to apply the optimizer's step, or to skip it."""
@@ -73,6 +77,10 @@ class LossScale:
             raise ConfigError(f"residuals of gradients that were multiplied by {known:g} were loaded, and the first "
                               f"step's gradients were multiplied by {scale:g}: pass the scaler as TwoBit(scaler=...), "
                               "or load the scaler's state before the first step")
+        if self._began_without_scale:
+            raise ConfigError("residuals of gradients that no GradScaler had multiplied were there before the first "
+                              f"step of one, whose scale was {scale:g}: call residuals_of(optimizer)."
+                              "follow_loss_scale(scaler.get_scale()) before its first backward()")
         self._residuals.loss_scale = scale
         self._bind(scaler)
 

@@ -150,6 +150,14 @@ def a_variable_as_an_argument() -> None:
     tf.function(lambda variable: _gradients({"a": variable}))(variables["a"])
 
 
+def a_variable_as_an_argument_under_autograph() -> None:
+    @tf.function
+    def step(variable: tf.Variable) -> list[Any]:
+        return _gradients({"a": variable})
+
+    step(_variables(a=(10,))["a"])
+
+
 def variables_in_a_list_as_an_argument() -> None:
     variables = _variables(a=(10,), b=(10,))
     tf.function(lambda listed: _gradients(dict(enumerate(listed))))(list(variables.values()))
@@ -217,7 +225,8 @@ def keras_3_variables_on_a_tape() -> None:
 SCENARIOS: list[Callable[[], None]] = [
     adasum, adasum_optimizer, minimum, plain_allreduce, complex_gradients, residuals_of_another_optimizer,
     residuals_of_a_new_tape, residuals_of_two_models, unknown_argument,
-    a_variable_as_an_argument, variables_in_a_list_as_an_argument, jit_compile_in_fit, jit_compile_of_a_function,
+    a_variable_as_an_argument, a_variable_as_an_argument_under_autograph, variables_in_a_list_as_an_argument,
+    jit_compile_in_fit, jit_compile_of_a_function,
     keras_3, keras_3_by_horovod_tensorflow, keras_3_in_mixed_precision, keras_3_model_loaded,
     keras_3_variables_on_a_tape, another_min_elements, another_min_elements_in_a_function,
     another_min_elements_in_a_group, another_min_elements_in_fit, auto_on_one_rank, other_groups_on_one_rank,

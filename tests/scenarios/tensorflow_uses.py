@@ -15,6 +15,7 @@ import horovod.tensorflow.keras as hvd_keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_twobit.errors import UnsupportedOperationError
 from hvd_twobit.keras import callbacks
 from hvd_twobit.tensorflow import TwoBit, residuals_of
 
@@ -28,7 +29,9 @@ def run() -> dict[str, Any]:
                  several_steps_per_execution, a_condition, a_condition_of_two_exchanges, several_tapes_added_up,
                  a_variable_of_two_models, variables_created_later, a_model_as_an_argument, fitted_again_and_again,
                  a_cloned_model, a_layer_used_twice, one_variable_in_mixed_precision, a_train_step_of_the_users_own,
-                 statistics_for_tensorboard]
+                 two_loss_scales, two_loss_scales_eagerly, a_loss_changed_after_it_was_scaled,
+                 two_losses_changed_after_they_were_scaled, an_unscaled_loss_beside_a_scaled_one,
+                 statistics_for_tensorboard, statistics_of_many_steps_per_execution]
     return {function.__name__: function() for function in functions}
 
 
@@ -242,13 +245,115 @@ def one_variable_in_mixed_precision() -> Any:
     return sent, len(names)
 
 
+class _Scaled:
+    """A variable, an optimizer whose loss scale doubles at every step, and a loss whose gradient is 1/16."""
+
+    def __init__(self, name: str, scale: float) -> None:
+        self.variable = _variable(name)
+        self.optimizer = tf.keras.mixed_precision.LossScaleOptimizer(
+            tf.keras.optimizers.SGD(1.0), initial_scale=scale, dynamic_growth_steps=1)
+        self._tape: Any = None
+
+    def loss(self) -> tf.Tensor:
+        return tf.reduce_sum(self.variable * 0.0625)
+
+    def gradient(self, tape: tf.GradientTape, loss: tf.Tensor) -> list[tf.Tensor]:
+        self._tape = hvd.DistributedGradientTape(tape, compression=EVERYTHING)
+        return self._tape.gradient(loss, [self.variable])
+
+    def apply(self, gradients: list[tf.Tensor]) -> None:
+        self.optimizer.apply_gradients(zip(self.optimizer.get_unscaled_gradients(gradients), [self.variable]))
+
+    @property
+    def result(self) -> list[float | None]:
+        """An element of the variable, the loss scale of the residual and an element of that."""
+        residuals = residuals_of(self._tape)
+        return [*_first([self.variable]), residuals.loss_scale, *_first([residuals[self.variable.name]])]
+
+
+def _two_scales(decorate: Any, changed: Any = lambda loss: loss) -> Any:
+    """As networks are trained against each other: both losses are scaled before the first gradient is computed."""
+    one, other = _Scaled("one", 4.0), _Scaled("other", 64.0)
+
+    @decorate
+    def step() -> None:
+        with tf.GradientTape() as tape, tf.GradientTape() as other_tape:
+            loss = changed(one.optimizer.get_scaled_loss(one.loss()))
+            other_loss = changed(other.optimizer.get_scaled_loss(other.loss()))
+        gradients = one.gradient(tape, loss)
+        other_gradients = other.gradient(other_tape, other_loss)
+        one.apply(gradients)
+        other.apply(other_gradients)
+
+    for _ in range(2):
+        step()
+    return [one.result, other.result]
+
+
+def two_loss_scales() -> Any:
+    return _two_scales(tf.function)
+
+
+def two_loss_scales_eagerly() -> Any:
+    return _two_scales(lambda step: step)
+
+
+def two_losses_changed_after_they_were_scaled() -> Any:
+    """Nothing tells which loss is whose: that is refused."""
+    try:
+        return _two_scales(tf.function, changed=tf.identity)
+    except UnsupportedOperationError as error:
+        return "cannot tell whose gradients" in str(error)
+
+
+def a_loss_changed_after_it_was_scaled() -> Any:
+    one = _Scaled("one", 4.0)
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(one.optimizer.get_scaled_loss(tf.stack([one.loss(), one.loss()])))
+        one.apply(one.gradient(tape, loss))
+
+    for _ in range(2):
+        step()
+    return one.result
+
+
+def an_unscaled_loss_beside_a_scaled_one() -> Any:
+    """The scaled one's gradients are asked for first, and unscaled last."""
+    one, other = _Scaled("one", 4.0), _Scaled("other", 64.0)
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape, tf.GradientTape() as other_tape:
+            loss, other_loss = one.optimizer.get_scaled_loss(one.loss()), other.loss()
+        gradients = one.gradient(tape, loss)
+        other.variable.assign_sub(other.gradient(other_tape, other_loss)[0])
+        one.apply(gradients)
+
+    for _ in range(2):
+        step()
+    return [one.result, other.result]
+
+
 def statistics_for_tensorboard() -> Any:
     """What the callback writes for rank 0 while a model with adaptive levels is trained; nothing for others."""
+    return _statistics()
+
+
+def statistics_of_many_steps_per_execution() -> Any:
+    """Executions of three steps, and one of two at the end of an epoch."""
+    return _statistics(epochs=2, steps_per_execution=3)
+
+
+def _statistics(epochs: int = 1, **options: Any) -> Any:
     model = tf.keras.Sequential([tf.keras.layers.Dense(64, input_shape=(32,), name="wide", use_bias=False)])
-    model.compile(hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.01), compression=TwoBit), loss="mse")
+    model.compile(hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.01), compression=TwoBit), loss="mse",
+                  **options)
     hvd.broadcast_variables(model.variables, root_rank=0)
     with tempfile.TemporaryDirectory() as folder:
-        model.fit(np.ones((8, 32), np.float32), np.zeros((8, 64), np.float32), batch_size=1, verbose=0,
+        model.fit(np.ones((8, 32), np.float32), np.zeros((8, 64), np.float32), batch_size=1, verbose=0, epochs=epochs,
                   callbacks=[callbacks.TwoBitTensorBoard(folder, update_freq=4)])
         found = {}
         for file in pathlib.Path(folder).iterdir():

@@ -151,7 +151,9 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
 
 def mistakes() -> dict[str, str]:
     """What this rank is told where a scaler is used wrongly."""
-    return told_by([unscaled_before_synchronize, another_scaler, loaded_at_another_scale, no_scaler])
+    return told_by([unscaled_before_synchronize, unscaled_before_the_last_pass,
+                    stepped_before_synchronize_by_a_scaling_optimizer, synchronized_again_by_the_step, another_scaler,
+                    loaded_at_another_scale, scaled_later, no_scaler])
 
 
 def _step(training: _Training, scaler: torch.amp.GradScaler) -> None:
@@ -172,6 +174,37 @@ def unscaled_before_synchronize() -> None:
         training.optimizer.synchronize()
 
 
+def unscaled_before_the_last_pass() -> None:
+    """The last step of an epoch has fewer backward passes: nothing is under way, and everything still to be sent."""
+    training = _Training(Configuration(options=dict(backward_passes_per_step=2)))
+    training.scaler.scale(sum(parameter.sum() for parameter in training.model.values())).backward()
+    try:
+        with training.optimizer.skip_synchronize():
+            training.scaler.step(training.optimizer)
+    finally:
+        training.optimizer.synchronize()
+
+
+def stepped_before_synchronize_by_a_scaling_optimizer() -> None:
+    """PyTorch does not call ``unscale_`` for an optimizer that unscales by itself."""
+    training = _Training(Configuration())
+    training.optimizer._step_supports_amp_scaling = True
+    training.scaler.scale(sum(parameter.sum() for parameter in training.model.values())).backward()
+    try:
+        training.scaler.step(training.optimizer)
+    finally:
+        training.optimizer.synchronize()
+
+
+def synchronized_again_by_the_step() -> None:
+    """``skip_synchronize`` was forgotten: gradients are exchanged, unscaled, and would be exchanged once more."""
+    training = _Training(Configuration())
+    training.scaler.scale(sum(parameter.sum() for parameter in training.model.values())).backward()
+    training.optimizer.synchronize()
+    training.scaler.unscale_(training.optimizer)
+    training.scaler.step(training.optimizer)
+
+
 def another_scaler() -> None:
     training = _Training(Configuration(told=True))
     _step(training, torch.amp.GradScaler("cpu", init_scale=4.0))
@@ -184,6 +217,16 @@ def loaded_at_another_scale() -> None:
     other = _Training(Configuration())
     residuals_of(other.optimizer).load_state_dict(residuals_of(training.optimizer).state_dict())
     _step(other, torch.amp.GradScaler("cpu", init_scale=4.0))
+
+
+def scaled_later() -> None:
+    """Steps without a scaler, whose residual is not in the unit of what follows."""
+    training = _Training(Configuration(dict(threshold=0.5)))
+    for _ in range(2):
+        sum(0.125 * parameter.sum() for parameter in training.model.values()).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    _step(training, training.scaler)
 
 
 def no_scaler() -> None:
