@@ -236,12 +236,12 @@ def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, part: str) -> 
         if nbytes != dtype.itemsize * math.prod(shape) or len(shape) != _DIMENSIONS.get(part, len(shape)):
             raise ResidualError(f"{whose} has {nbytes} bytes, which are no {dtype.str} of shape {shape!r:.100}")
         array = np.empty(shape, dtype)
-        rest = memoryview(array.reshape(-1)).cast("B") if array.size else memoryview(b"")
+        rest = array.reshape(-1).view(np.uint8)
         while len(rest):
             content = member.read(min(len(rest), _READ_AT_ONCE))
             if not content:
                 raise EOFError(f"{whose} ends too early")
-            rest[:len(content)] = content
+            rest[:len(content)] = np.frombuffer(content, np.uint8)
             rest = rest[len(content):]
         member.read(1)  # At the end of an entry its checksum is compared, also where nothing was left to read.
         return array

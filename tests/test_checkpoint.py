@@ -19,7 +19,8 @@ from hvd_twobit import checkpoint
 from hvd_twobit.errors import ResidualError
 from hvd_twobit.residuals import ResidualRegistry
 
-from .hostile_archives import Choices, archive_of, npy, zipped
+from .fuzz.archives import archive_of, npy, zipped
+from .fuzz.choices import Choices
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ from __future__ import annotations
 import io
 import warnings
 import zipfile
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable
 
-T = TypeVar("T")
+from .choices import Choices
 
 KEYS = ("format_version", "loss_scale", "shapes/w", "residuals/w", "levels/w", "uncompressed_steps/w", "residuals/v",
         "shapes/../../w", "residuals/", "momenta/w", "", "file", "/etc/passwd", "residuals/\x00w")
@@ -20,28 +19,6 @@ DESCRIPTIONS = ("<f4", "<i8", "<f8", ">f4", "<f2", "|O", "|V4", "|S4", "<U9", "<
 SHAPES = ("()", "(1,)", "(2,)", "(2, 3)", "(6,)", "(0,)", "(1099511627776,)", "(4294967296, 4294967296)", "(-1,)",
           "(0, 99999999999999999999)", "(" + "1, " * 70 + ")", "(" * 300, "2")
 CONTENTS = (b"", b"\x01" + bytes(7), bytes(24), b"\x00\x00\x80\x3f" * 6, b"\x00\x00\xc0\x7f" * 6)
-
-
-class Choices:
-    """Choices that bytes stand for: what a fuzzer mutates. When they are used up, every choice is the first one."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-        self._at = 0
-
-    def number(self, highest: int) -> int:
-        """0 to ``highest``, at most 65,535."""
-        taken = self.some_bytes(1 if highest < 256 else 2)
-        return int.from_bytes(taken, "little") % (highest + 1)
-
-    def one_of(self, options: Sequence[T]) -> T:
-        """One of the options."""
-        return options[self.number(len(options) - 1)]
-
-    def some_bytes(self, count: int) -> bytes:
-        """As many bytes, or what is left of them."""
-        self._at += count
-        return self._content[self._at - count:self._at]
 
 
 def npy(description: str = "<f4", shape: str = "(2, 3)", content: bytes = bytes(24), order: str = "False") -> bytes:
