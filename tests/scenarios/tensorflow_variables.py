@@ -101,7 +101,8 @@ def a_tape_before_its_first_step() -> Any:
     with tf.GradientTape() as tape:
         tf.reduce_sum(variable)
     registry = residuals_of(hvd.DistributedGradientTape(tape, compression=TwoBit))
-    registry.load_state_dict({**registry.state_dict(), "residuals": {"kernel:0": np.full(16, 0.375, np.float32)}})
+    registry.load_state_dict({**registry.state_dict(), "shapes": {"kernel:0": (16,)},
+                              "residuals": {"kernel:0": np.full(16, 0.375, np.float32)}})
     return float(_tape_step(variable, 0.125)[0][0])
 
 
