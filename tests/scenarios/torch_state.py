@@ -138,7 +138,10 @@ def ranks_that_are_gone() -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Bytes per element that are kept for a large tensor, and what a step has beside them at its peak."""
+    """Bytes per element that are kept for a large tensor, and what a step has beside them at its peak.
+
+    To be called after some training: what is imported and cached in a process's first step would count.
+    """
     elements = 1 << 20
     found = {}
     for name, compression in (("adaptive levels", {}), ("a fixed threshold", dict(threshold=0.5)),
