@@ -14,14 +14,12 @@ import numpy as np
 
 from . import checkpoint
 from .errors import ResidualError
-from .levels import HIGHEST, LOWEST, within_limits
+from .levels import within_limits
+from .state import RankState
 from .statistics import TensorSummary, euclidean_norm
 from .tensor_state import TensorState
 
-STATE_FORMAT_VERSION = 1
-
 _FLOAT32_MAX = np.finfo(np.float32).max
-_STATE_KEYS = {"format_version", "residuals", "levels", "uncompressed_steps"}
 
 
 class ResidualRegistry:
@@ -38,6 +36,7 @@ class ResidualRegistry:
 
     def __init__(self) -> None:
         self._tensors: dict[str, TensorState] = {}
+        self._declared: set[str] = set()
         self._lock = threading.Lock()
         self.can_undo = False
         self.loss_scale: float | None = None
@@ -52,6 +51,7 @@ class ResidualRegistry:
             if name in self._tensors:
                 raise ResidualError(f"tensor {name!r} is declared twice: names of compressed tensors must be unique")
             self._tensors[name] = TensorState(tuple(shape))
+            self._declared.add(name)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> TensorState:
         """The state of a tensor, made where the name is new.
@@ -81,6 +81,7 @@ class ResidualRegistry:
         """Forget one tensor, its residual and its shape; nothing where the name is unknown."""
         with self._lock:
             self._tensors.pop(name, None)
+            self._declared.discard(name)
 
     def _with_residual(self) -> dict[str, TensorState]:
         return {name: state for name, state in list(self._tensors.items()) if state.has_residual}
@@ -120,6 +121,7 @@ class ResidualRegistry:
         """Forget everything, also shapes: what was not sent yet is lost, and warm-up begins anew."""
         with self._lock:
             self._tensors.clear()
+            self._declared.clear()
 
     def forget_levels(self) -> None:
         """Let warm-up begin anew and levels be learnt again; residuals stay.
@@ -176,33 +178,52 @@ class ResidualRegistry:
         """A deep copy of this rank's state as plain numbers and NumPy arrays, residuals in the tensors' shapes.
 
         Residuals differ from rank to rank, levels do not: a job that resumes needs the state of every rank, saved by
-        each.
+        each. See ``checkpoint.redistribute`` for one that resumes with another number of ranks.
         """
         tensors = list(self._tensors.items())
-        known = {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
-        return {
-            "format_version": STATE_FORMAT_VERSION,
-            **known,
-            "residuals": {name: self[name].copy() for name in self},
-            "levels": {name: state.levels.copy() for name, state in tensors if state.levels is not None},
-            "uncompressed_steps": {name: state.uncompressed_steps for name, state in tensors
-                                   if state.uncompressed_steps}}
+        return RankState(
+            shapes={name: state.shape for name, state in tensors},
+            residuals={name: self[name].copy() for name in self},
+            levels={name: state.levels.copy() for name, state in tensors if state.levels is not None},
+            uncompressed_steps={name: state.uncompressed_steps for name, state in tensors if state.uncompressed_steps},
+            loss_scale=self.loss_scale).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace everything by what ``state_dict()`` returned; tensors that it does not name begin anew.
+        """Replace everything by a copy of what ``state_dict()`` returned.
+
+        Tensors must be the same. Only what became known without being declared, as under TensorFlow, where a variable
+        is met in its first step, may be missing from ``state``, and begins anew; and a registry that knows no tensor
+        yet takes any state.
 
         Raises:
-            ResidualError: ``state`` is not of this format, or names a tensor that this registry knows by another
-                shape, or not at all although tensors were declared. Then nothing is changed.
+            ResidualError: ``state`` is not of this format, or of other tensors: the first that differs is named. Then
+                nothing is changed.
         """
-        residuals, levels, counters = self._checked(state)
+        loaded = RankState.of(state)
         with self._lock:
-            for name, residual in residuals.items():
-                self._tensors.setdefault(name, TensorState(residual.shape))
+            self._check_tensors(loaded)
+            residuals = {name: np.array(value, order="C").reshape(-1) for name, value in loaded.residuals.items()}
+            for name, shape in loaded.shapes.items():
+                self._tensors.setdefault(name, TensorState(shape))
             for name, known in self._tensors.items():
-                loaded = residuals[name].reshape(-1) if name in residuals else None
-                known.replace(loaded, levels.get(name), counters.get(name, 0))
-            self.loss_scale = float(state["loss_scale"]) if "loss_scale" in state else None
+                levels = loaded.levels.get(name)
+                known.replace(residuals.get(name), None if levels is None else np.array(levels),
+                              loaded.uncompressed_steps.get(name, 0))
+            self.loss_scale = loaded.loss_scale
+
+    def _check_tensors(self, loaded: RankState) -> None:
+        """Raise ResidualError unless the state is one of this registry's tensors."""
+        for name in sorted(loaded.shapes.keys() | self._tensors.keys()) if self._tensors else ():
+            if name not in self._tensors:
+                raise ResidualError(f"the state has a residual of tensor {name!r}, which this optimizer does not "
+                                    f"compress; it compresses {', '.join(sorted(self._tensors))}")
+            if name not in loaded.shapes:
+                if name in self._declared:
+                    raise ResidualError(f"the state has nothing of tensor {name!r}, which this optimizer compresses: "
+                                        "it was saved for another model, or with another min_elements")
+            elif loaded.shapes[name] != self._tensors[name].shape:
+                raise ResidualError(f"the residual of tensor {name!r} has shape {loaded.shapes[name]}, but the tensor "
+                                    f"has shape {self._tensors[name].shape}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``state_dict()`` to a file of this name (npz); each rank needs a name of its own.
@@ -220,53 +241,3 @@ class ResidualRegistry:
             ResidualError: the file is not one of ``save``, or see ``load_state_dict``. Then nothing is changed.
         """
         self.load_state_dict(checkpoint.read(path))
-
-    def _checked(self, state: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, int]]:
-        if not isinstance(state, Mapping) or set(state) - {"loss_scale"} != _STATE_KEYS:
-            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise ResidualError(f"a state of residuals is a dictionary with the keys {', '.join(sorted(_STATE_KEYS))} "
-                                f"and perhaps loss_scale, not {found}")
-        if state["format_version"] != STATE_FORMAT_VERSION:
-            raise ResidualError(f"the state has format version {state['format_version']!r}, this hvd_twobit reads "
-                                f"version {STATE_FORMAT_VERSION}: load it with the version that saved it")
-        loss_scale = np.asarray(state.get("loss_scale", 1.0))
-        if loss_scale.shape or loss_scale.dtype.kind not in "fiu" or not 0 < loss_scale < np.inf:
-            raise ResidualError(f"the state has a loss scale of {state['loss_scale']!r}, not a finite number above "
-                                "zero")
-        residuals = {name: self._checked_residual(name, value) for name, value in state["residuals"].items()}
-        levels = {name: _checked_levels(name, value) for name, value in state["levels"].items()}
-        counters = {name: _checked_counter(name, value) for name, value in state["uncompressed_steps"].items()}
-        for name in levels.keys() | counters.keys():
-            if name not in residuals and name not in self._tensors:
-                raise ResidualError(f"the state has levels or a counter of tensor {name!r}, of which it has no "
-                                    "residual and this optimizer no tensor")
-        return residuals, levels, counters
-
-    def _checked_residual(self, name: str, value: Any) -> np.ndarray:
-        array = np.asarray(value)
-        if array.dtype != np.float32:
-            raise ResidualError(f"the residual of tensor {name!r} has dtype {array.dtype}, not float32")
-        if self._tensors and name not in self._tensors:
-            raise ResidualError(f"the state has a residual of tensor {name!r}, which this optimizer does not have; "
-                                f"it has {', '.join(sorted(self._tensors))}")
-        if name in self._tensors and self._tensors[name].shape != array.shape:
-            raise ResidualError(f"the residual of tensor {name!r} has shape {array.shape}, but the tensor has "
-                                f"shape {self._tensors[name].shape}")
-        if not np.isfinite(array).all():
-            raise ResidualError(f"the residual of tensor {name!r} has elements that are not finite")
-        return np.array(array, np.float32, order="C")
-
-
-def _checked_levels(name: str, value: Any) -> np.ndarray:
-    array = np.asarray(value)
-    if array.dtype != np.float32 or array.ndim != 1:
-        raise ResidualError(f"the levels of tensor {name!r} are {array.dtype}{list(array.shape)}, not float32[blocks]")
-    if not ((array >= LOWEST) & (array <= HIGHEST)).all():
-        raise ResidualError(f"the levels of tensor {name!r} are not all between {LOWEST} and {HIGHEST}")
-    return np.array(array)
-
-
-def _checked_counter(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise ResidualError(f"the counter uncompressed_steps of tensor {name!r} is {value!r}, not a whole number")
-    return int(value)

@@ -1,8 +1,7 @@
-"""The registry of residuals: one per name, in and out of checkpoints, nothing half loaded."""
+"""The registry of residuals: one per name, in and out of states, nothing half loaded. Files: test_checkpoint."""
 
 from __future__ import annotations
 
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,9 @@ from hvd_twobit.residuals import ResidualRegistry
 
 
 def state_of(residuals: dict[str, Any], **others: Any) -> dict[str, Any]:
-    return {"format_version": 1, "residuals": residuals, "levels": {}, "uncompressed_steps": {},
-            **others}
+    """A state of the tensors of ``registry``, or as ``others`` say."""
+    return {"format_version": 1, "shapes": {"a": (2, 3), "b": ()}, "residuals": residuals, "levels": {},
+            "uncompressed_steps": {}, **others}
 
 
 @pytest.fixture
@@ -159,57 +159,22 @@ def test_a_step_that_counts_is_not_undone_with_the_next_one() -> None:
     assert state.residual.tolist() == [3, 3]
 
 
-def test_a_saved_file_brings_back_the_same_bits(registry: ResidualRegistry, tmp_path: pathlib.Path) -> None:
-    registry.tensor("a", (2, 3)).replace(registry["a"].reshape(-1), np.array([0.1], np.float32), 3)
-    registry.follow_loss_scale(8.0)
-    registry.save(tmp_path / "residuals_0.npz")
-    other = ResidualRegistry()
-    other.load(tmp_path / "residuals_0.npz")
-    for name in registry:
-        np.testing.assert_array_equal(other[name], registry[name])
-    assert other.tensor("a", (2, 3)).levels == np.float32(0.1) * 8 and other.loss_scale == 8.0
-    assert other.tensor("a", (2, 3)).uncompressed_steps == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["residuals_0.npz"]
-
-
-def test_names_may_be_any_text(tmp_path: pathlib.Path) -> None:
+def test_tensors_that_were_not_declared_may_be_missing_from_a_state_and_begin_anew() -> None:
     registry = ResidualRegistry()
-    for name in ("dense/kernel:0", "residuals/x", "file", "ä b"):
-        registry.residual(name, (2,))[:] = len(name)
-    registry.save(tmp_path / "r.npz")
+    before = registry.state_dict()
+    registry.residual("met in a step", (2,))[:] = 7
+    registry.load_state_dict(before)
+    assert len(registry) == 0 and not registry.residual("met in a step", (2,)).any()
+
+
+def test_a_state_tells_of_tensors_without_a_residual() -> None:
+    registry = ResidualRegistry()
+    registry.declare("w", (1000,))
     other = ResidualRegistry()
-    other.load(tmp_path / "r.npz")
-    assert other.norms() == registry.norms()
-
-
-def test_a_file_that_cannot_be_written_leaves_the_one_before(registry: ResidualRegistry, tmp_path: pathlib.Path,
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "r.npz"
-    registry.save(path)
-    before = path.read_bytes()
-    registry.scale(2.0)
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        registry.save(path)
-    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize("content", [b"", b"not a file of numpy", b"PK\x03\x04 broken", b"\x93NUMPY\x01\x00"])
-def test_another_file_is_refused_by_name(content: bytes, registry: ResidualRegistry, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "r.npz").write_bytes(content)
-    with pytest.raises(ResidualError, match="r.npz is not a file of residuals"):
-        registry.load(tmp_path / "r.npz")
-    assert registry.norms() == {"a": 5.0, "b": 2.0}
-
-
-def test_a_pickle_is_never_loaded(registry: ResidualRegistry, tmp_path: pathlib.Path) -> None:
-    np.savez(tmp_path / "r.npz", **{"format_version": 1, "residuals/a": np.array([print], object)})
-    with pytest.raises(ResidualError, match="is not a file of residuals: Object arrays cannot be loaded"):
-        registry.load(tmp_path / "r.npz")
+    other.declare("v", (1000,))
+    with pytest.raises(ResidualError, match="nothing of tensor 'v'"):
+        other.load_state_dict(registry.state_dict())
+    assert registry.nbytes == 0
 
 
 def test_loading_replaces_everything(registry: ResidualRegistry) -> None:
@@ -219,20 +184,31 @@ def test_loading_replaces_everything(registry: ResidualRegistry) -> None:
 
 
 @pytest.mark.parametrize("state, message", [
-    ({}, "keys format_version, levels, residuals, uncompressed_steps and perhaps"),
+    ({}, "keys format_version, shapes, residuals, levels, uncompressed_steps and perhaps"),
     (None, "not NoneType"),
     (state_of({}, format_version=2), "format version 2, this hvd_twobit reads version 1"),
-    (state_of({"b": np.float32(1), "c": np.zeros(2, np.float32)}), "tensor 'c', which this"),
+    ({"format_version": 2, "momenta": {}}, "format version 2, this hvd_twobit reads version 1"),
+    (state_of({}, format_version=np.ones(2)), r"format version array\(\[1., 1.\]\)"),
+    (state_of({}, shapes={"a": (2, 3), "b": (), "c": (2,), "d": ()}), "residual of tensor 'c', which this"),
+    (state_of({}, shapes={"b": ()}), "nothing of tensor 'a', which this optimizer compresses: it was saved"),
+    (state_of({}, shapes={"a": (6,), "b": (1,)}), r"'a' has shape \(6,\), but the tensor has shape \(2, 3\)"),
+    (state_of({}, shapes={"a": (2, -3), "b": ()}), r"shape of tensor 'a' is \(2, -3\), not a tuple of whole numbers"),
+    (state_of({}, shapes={"a": "23", "b": ()}), "shape of tensor 'a' is '23', not a tuple of whole numbers"),
+    (state_of({}, shapes=[(2, 3)]), r"the shapes of a state are a dictionary by tensor name, not \[\(2, 3\)\]"),
+    (state_of({}, levels={7: np.ones(1, np.float32)}), "the levels of a state are a dictionary by tensor name, not"),
     (state_of({"b": np.float32(1), "a": np.zeros(6, np.float32)}), r"'a' has shape \(6,\)"),
     (state_of({"b": np.float32(1), "a": np.zeros((2, 3))}), "'a' has dtype float64"),
+    (state_of({"b": np.float32(1), "a": np.zeros((2, 3), ">f4")}), "'a' has dtype >f4"),
+    (state_of({"a": [[1, 2], [3]]}), "residual of tensor 'a' is no array"),
     (state_of({"b": np.float32("nan")}), "'b' has elements that are not finite"),
+    (state_of({"z": np.float32(1)}), "residuals of tensor 'z', but no shape of it"),
     (state_of({}, loss_scale=0.0), "loss scale of 0.0"),
     (state_of({}, loss_scale="1"), "loss scale of '1'"),
     (state_of({}, loss_scale=float("nan")), "loss scale of nan"),
     (state_of({}, levels={"a": np.zeros(1, np.float32)}), "levels of tensor 'a' are not all between"),
     (state_of({}, levels={"a": np.array([np.nan], np.float32)}), "levels of tensor 'a' are not all between"),
     (state_of({}, levels={"a": np.ones(1)}), "levels of tensor 'a' are float64"),
-    (state_of({}, levels={"z": np.ones(1, np.float32)}), "of tensor 'z', of which it has no residual"),
+    (state_of({}, levels={"z": np.ones(1, np.float32)}), "levels of tensor 'z', but no shape of it"),
     (state_of({}, uncompressed_steps={"a": -1}), "uncompressed_steps of tensor 'a' is -1"),
     (state_of({}, uncompressed_steps={"a": 1.5}), "uncompressed_steps of tensor 'a' is 1.5"),
 ])

@@ -85,6 +85,35 @@ def test_an_overflow_on_one_rank_skips_the_step_of_every_rank_and_poisons_no_res
     assert found["same"] and found["finite"] and found["moved"] and found["residuals"] == [True]
 
 
+def test_a_checkpoint_brings_back_everything(result: dict[str, Any]) -> None:
+    found = result["a_checkpoint"]
+    for one, other in zip(*found["weights"]):
+        assert_same_bits(other, one, "weights")
+    for kind in ("residuals", "levels"):
+        one, other = found[kind]
+        assert one.keys() == other.keys() == {"a/kernel:0", "b/kernel:0"}
+        for name in one:
+            assert_same_bits(other[name], one[name], f"{kind} {name}")
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(result: dict[str, Any]) -> None:
+    found = result["a_checkpoint"]
+    assert found["told"] == "the residual of tensor 'a/kernel:0' has shape (32, 64), but the tensor has shape (32, 65)"
+    assert not found["changed"]
+
+
+def test_traces_of_one_function_share_their_memory(result: dict[str, Any]) -> None:
+    traces, gradients = result["traces_of_one_function"]
+    # A second piece of memory may have been needed for the first time; ten traces would have kept ten.
+    assert traces == 13 and gradients < 2
+
+
+def test_nothing_is_left_of_functions_and_variables_that_end(result: dict[str, Any]) -> None:
+    graphs, nbytes = result["traces_of_functions_that_end"]
+    assert graphs == 0 and nbytes < 50_000  # TensorFlow itself keeps something of every trace.
+    assert result["traces_of_eager_steps"] <= 0
+
+
 def test_tensorflow_and_pytorch_send_the_same_bytes_for_the_same_gradients(results: list[dict[str, Any]]) -> None:
     for mine, theirs in zip(results, results_of("torch", 2, "payloads")):
         # Three steps, the first of which is uncompressed.

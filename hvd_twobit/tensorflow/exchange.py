@@ -30,7 +30,7 @@ from ..agreement import NBYTES, disagreement
 from ..config import TwoBitConfig
 from ..errors import UnsupportedOperationError
 from ..reduction import Reduction
-from .buffers import Recycled, aligned_copy
+from .buffers import aligned_copy
 from .graphs import building_with_xla, collective_name, count_exchange, exchanges_before, held_until
 from .plan import Plan, Tensor, Travel, Unit
 
@@ -96,6 +96,8 @@ def _traced(settings: Settings, tensors: Sequence[Tensor], gradients: Sequence[A
     scale_spec = None if loss_scale is None else _spec(loss_scale)
     key = (settings, tuple(tensors), tuple(specs), scale_spec)
     if key not in functions:
+        for ended in [other for other in functions if not all(tensor.is_alive for tensor in other[1])]:
+            del functions[ended]
         builder = _Builder(settings, tensors, elastic)
         function = tf.function(lambda *parts: builder.build(parts[:-1], parts[-1]), autograph=False)
         # A concrete function is a graph even where tf.config.run_functions_eagerly(True) makes others run eagerly.
@@ -279,7 +281,8 @@ class _Builder:
 
     def _decode(self, tensor: Tensor, gradient: tf.Tensor, gathered: tf.Tensor) -> tf.Tensor:
         assert tensor.residuals is not None
-        codec, settings, memory = tensor.residuals.codec(self._settings.config), self._settings, Recycled()
+        codec, settings = tensor.residuals.codec(self._settings.config), self._settings
+        memory = tensor.residuals.memory(tensor.name)  # Of the variable, not of this trace: there may be many.
 
         def decode(gathered: np.ndarray, shape: np.ndarray | None = None) -> np.ndarray:
             # Read anew at every step: an elastic job changes the number of ranks.

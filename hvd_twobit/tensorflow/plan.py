@@ -71,6 +71,11 @@ class Tensor:
         assert self.shape is not None
         return int(np.prod(self.shape, dtype=np.int64))
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the variable still exists, as far as is known."""
+        return self.residuals is None or self.name in self.residuals
+
 
 class Plan:
     """What a step begins with, on this rank.

@@ -19,6 +19,7 @@ import tensorflow as tf
 from ..codec import Codec
 from ..config import TwoBitConfig
 from ..residuals import ResidualRegistry
+from .buffers import Recycled
 
 
 class VariableResiduals:
@@ -26,16 +27,18 @@ class VariableResiduals:
 
     Attributes:
         residuals: the residuals, by the variables' names.
-        functions: the traced exchanges of eager steps, by everything that they depend on.
+        functions: the traced exchanges of eager steps, by everything that they depend on; the second part of a key
+            are the tensors.
     """
 
     def __init__(self) -> None:
         self.residuals = ResidualRegistry()
-        self.functions: dict[Hashable, Any] = {}
+        self.functions: dict[tuple[Any, ...], Any] = {}
         self._holders: dict[str, weakref.ref[Any]] = {}
         self._names: dict[int, str] = {}
         self._codecs: dict[TwoBitConfig, Codec] = {}
         self._locks: dict[str, threading.Lock] = {}
+        self._memory: dict[str, Recycled] = {}
 
     def name_of(self, variable: tf.Variable) -> str:
         """The name of the variable's residual: the variable's, with ``_1``, ``_2`` … where another one bears it."""
@@ -48,7 +51,13 @@ class VariableResiduals:
         self._holders[name] = weakref.ref(variable)
         self._names[id(variable)] = name
         self._locks[name] = threading.Lock()
+        self._memory[name] = Recycled()
         return name
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a variable has the name."""
+        holder = self._holders.get(str(name))
+        return holder is not None and holder() is not None
 
     def codec(self, config: TwoBitConfig) -> Codec:
         """The codec that works on these residuals with the given parameters."""
@@ -60,9 +69,13 @@ class VariableResiduals:
         """Held while the residual of a name is changed."""
         return self._locks[name]
 
+    def memory(self, name: str) -> Recycled:
+        """Where the gradients of a name are decoded."""
+        return self._memory[name]
+
     def _forget_dead(self) -> None:
         for name in [name for name, holder in self._holders.items() if holder() is None]:
-            del self._holders[name], self._locks[name]
+            del self._holders[name], self._locks[name], self._memory[name]
             self.residuals.discard(name)
             for codec in self._codecs.values():
                 codec.discard(name)

@@ -8,15 +8,18 @@ from __future__ import annotations
 import gc
 import pathlib
 import tempfile
+import tracemalloc
 from typing import Any
 
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as hvd_keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
 
+from hvd_twobit.errors import ResidualError
 from hvd_twobit.keras import TwoBit as KerasTwoBit
-from hvd_twobit.tensorflow import TwoBit, residuals_of
+from hvd_twobit.tensorflow import CheckpointedResiduals, TwoBit, residuals_of
 from tests.simulation import gradient
 
 EVERYTHING = TwoBit(threshold=0.5, min_elements=0)
@@ -27,7 +30,8 @@ def run() -> dict[str, Any]:
     functions = [two_models_of_one_name, two_tapes_in_one_step, two_optimizers_in_one_step,
                  two_optimizers_accumulating_in_one_step, a_tape_before_its_first_step,
                  a_source_that_is_no_variable, generic_names, variables_that_end, a_saved_model, functions_run_eagerly,
-                 an_instance_in_two_optimizers, the_optimizer_of_mixed_precision, payloads]
+                 an_instance_in_two_optimizers, the_optimizer_of_mixed_precision, payloads, a_checkpoint,
+                 traces_of_one_function, traces_of_functions_that_end, traces_of_eager_steps]
     return {function.__name__: function() for function in functions}
 
 
@@ -97,7 +101,8 @@ def a_tape_before_its_first_step() -> Any:
     with tf.GradientTape() as tape:
         tf.reduce_sum(variable)
     registry = residuals_of(hvd.DistributedGradientTape(tape, compression=TwoBit))
-    registry.load_state_dict({**registry.state_dict(), "residuals": {"kernel:0": np.full(16, 0.375, np.float32)}})
+    registry.load_state_dict({**registry.state_dict(), "shapes": {"kernel:0": (16,)},
+                              "residuals": {"kernel:0": np.full(16, 0.375, np.float32)}})
     return float(_tape_step(variable, 0.125)[0][0])
 
 
@@ -217,3 +222,118 @@ def payloads() -> Any:
     finally:
         hvd.allgather = original
     return {"sent": sent, "reduced": reduced}
+
+
+class _Trained:
+    """A Keras model, its optimizer and their checkpoint."""
+
+    def __init__(self, units: int = 64) -> None:
+        tf.keras.utils.set_random_seed(1)
+        self.model = tf.keras.Sequential([tf.keras.layers.Dense(units, activation="tanh", input_shape=(32,), name="a"),
+                                          tf.keras.layers.Dense(48, name="b")])
+        self.optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.05, momentum=0.9),
+                                                        compression=TwoBit(warmup_steps=2, block_elements=256))
+        self.model.compile(self.optimizer, loss="mse")
+        self.residuals = residuals_of(self.optimizer)
+        self.checkpoint = tf.train.Checkpoint(model=self.model, optimizer=self.optimizer,
+                                              residuals=CheckpointedResiduals(self.residuals))
+
+    def fit(self, first: int, last: int) -> _Trained:
+        """Steps ``first`` to ``last - 1``."""
+        random = np.random.default_rng(hvd.rank())
+        data = random.standard_normal((60, 4, 80)).astype(np.float32)[first:last].reshape(-1, 80)
+        self.model.fit(data[:, :32], data[:, 32:], batch_size=4, shuffle=False, verbose=0)
+        return self
+
+
+def a_checkpoint() -> Any:
+    """Restored into a new model and optimizer before their first step, they go on as if nothing had been."""
+    trained = _Trained()
+    with tempfile.TemporaryDirectory() as folder:
+        path = trained.fit(0, 30).checkpoint.write(str(pathlib.Path(folder, f"rank_{hvd.rank()}")))
+        resumed = _Trained()
+        resumed.checkpoint.read(path).assert_existing_objects_matched()
+        trained.fit(30, 60)
+        resumed.fit(30, 60)  # TensorFlow restores momenta when they are made.
+        other = _Trained(65).fit(0, 4)
+        before = other.residuals.norms()
+        try:
+            tf.train.Checkpoint(residuals=CheckpointedResiduals(other.residuals)).read(path).expect_partial()
+            told = "nothing"
+        except ResidualError as error:
+            told = str(error)
+        changed = other.residuals.norms() != before
+    states = [made.residuals.state_dict() for made in (trained, resumed)]
+    return {"weights": [made.model.get_weights() for made in (trained, resumed)],
+            "residuals": [state["residuals"] for state in states], "levels": [state["levels"] for state in states],
+            "told": told, "changed": changed}
+
+
+LARGE = 1 << 18
+
+
+def _traced_nbytes() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+def _graphs() -> int:
+    """Graphs of functions that are alive."""
+    gc.collect()
+    return sum(isinstance(thing, FuncGraph) for thing in gc.get_objects())
+
+
+def traces_of_one_function() -> Any:
+    """Gradients' worth of memory that ten more traces of a function take while it lives."""
+    variable = tf.Variable(tf.zeros([LARGE]), name="large")
+
+    @tf.function
+    def step(batch: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(_tape_step(variable, 0.25 + 0.0 * tf.reduce_sum(batch))[0])
+
+    tracemalloc.start()
+    for size in range(1, 4):
+        step(tf.zeros(size))
+    before = _traced_nbytes()
+    for size in range(4, 14):
+        step(tf.zeros(size))
+    after = _traced_nbytes()
+    tracemalloc.stop()
+    return step.experimental_get_tracing_count(), (after - before) / (4 * LARGE)
+
+
+def traces_of_functions_that_end() -> Any:
+    """How many graphs are left of ten functions that were traced, called and let go of, and how many bytes of each."""
+    variable = _variable()
+
+    def once() -> None:
+        step = tf.function(lambda: _tape_step(variable, 0.25)[0])
+        step()
+
+    tracemalloc.start()
+    for _ in range(3):
+        once()
+    graphs, before = _graphs(), _traced_nbytes()
+    for _ in range(10):
+        once()
+    left = (_graphs() - graphs, (_traced_nbytes() - before) / 10)
+    tracemalloc.stop()
+    return left
+
+
+def traces_of_eager_steps() -> Any:
+    """How many graphs are left of ten models whose variables bear different names, beside a variable that stays."""
+    kept = _variable(name="kept")
+
+    def once(name: str) -> None:
+        new = _variable(name=name)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((kept + new) * 0.25)
+        hvd.DistributedGradientTape(tape, compression=EVERYTHING).gradient(loss, [kept, new])
+
+    for number in range(3):
+        once(f"before_{number}")
+    graphs = _graphs()
+    for number in range(10):
+        once(f"new_{number}")
+    return _graphs() - graphs

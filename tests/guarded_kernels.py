@@ -1,0 +1,86 @@
+"""Calls the compiled kernels with every array between two pages that may not be touched; a touch ends the process.
+
+Run as a module by test_kernels_bounds. Each size is tried with arrays that end right before the second page, and with
+arrays that begin right behind the first one; results are compared with the definition's, on ordinary memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_twobit import kernels
+from hvd_twobit.kernels import Quantizer, block_count, packed_nbytes, whole_tensor
+
+from .guarded import Guarded
+
+SIZES = [*range(71), 79, 80, 81, *range(1007, 1042), 2047, 2048, 2049, 4096, 4103]
+"""Elements: all parts of words, and what lies around blocks and chunks of 1024."""
+
+RANKS = (0, 1, 2, 3)
+def main() -> None:
+    """Try all sizes; with an argument, only prove that a touch ends the process."""
+    memory = [Guarded() for _ in range(7)]
+    if len(sys.argv) > 1:
+        touched = ctypes.c_char.from_address(memory[0].beyond(sys.argv[1] == "end")).value
+        raise SystemExit(f"the guard did not hold: {touched!r}")
+    compiled, definition = kernels.load("numba"), kernels.load("numpy")
+    random = np.random.default_rng(0)
+    tried = 0
+    for elements, at_end in itertools.product(SIZES, (True, False)):
+        for block_elements in sorted({16, 48, 1024, whole_tensor(elements)}):
+            _quantize(compiled, definition, random, memory, elements, block_elements, at_end)
+            for ranks, equal in itertools.product(RANKS, (True, False)):
+                _unpack(compiled, definition, random, memory, elements, block_elements, ranks, equal, at_end)
+            tried += 1 + 2 * len(RANKS)
+    print(tried, "calls stayed within their arrays")
+
+
+def _same(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray], of: Any) -> None:
+    for one, other in zip(found, wanted):
+        if one.tobytes() != other.tobytes():
+            raise SystemExit(f"not what the definition says: {of}")
+
+
+def _quantize(compiled: Any, definition: Any, random: np.random.Generator, memory: Sequence[Guarded], elements: int,
+              block_elements: int, at_end: bool) -> None:
+    gradient, residual = random.standard_normal((2, elements)).astype(np.float32)
+    gradient[random.random(elements) < 0.02] = np.nan
+    packed = np.full(packed_nbytes(elements), 0xAA, np.uint8)
+    threshold = random.uniform(0.1, 2, block_count(elements, block_elements)).astype(np.float32)
+    levels = [threshold, -threshold, 2 * threshold, -threshold]
+    wanted = [residual.copy(), packed.copy()]
+    wanted += definition.quantize_pack(gradient, *wanted, Quantizer(block_elements, *levels))
+    placed = [guarded.place(content, at_end) for guarded, content in zip(memory, [gradient, residual, packed, *levels])]
+    sums = compiled.quantize_pack(*placed[:3], Quantizer(block_elements, *placed[3:]))
+    _same([placed[1], placed[2], *sums], wanted, (elements, block_elements, at_end))
+
+
+def _unpack(compiled: Any, definition: Any, random: np.random.Generator, memory: Sequence[Guarded], elements: int,
+            block_elements: int, ranks: int, equal: bool, at_end: bool) -> None:
+    nbytes, apart = packed_nbytes(elements), 32
+    # Payloads as they are received: codes begin behind a header, and the last ones end the memory.
+    payloads = random.integers(0, 256, ranks * (apart + nbytes), np.uint8)
+    level = random.uniform(0.1, 2, (1 if equal else ranks, block_count(elements, block_elements), 2))
+    levels = np.ascontiguousarray(np.broadcast_to(level, (ranks, *level.shape[1:]))).astype(np.float32)
+    out = np.full(elements, 7, np.float32)
+
+    def codes(memory: np.ndarray) -> np.ndarray:
+        rows = memory.reshape(ranks, apart + nbytes)
+        return rows[:, apart:] if at_end else rows[:, :nbytes]
+
+    wanted = out.copy()
+    definition.unpack_sum(codes(payloads), levels, block_elements, wanted, 1 / 3)
+    received, levels, out = (guarded.place(content, at_end)
+                             for guarded, content in zip(memory, (payloads, levels, out)))
+    compiled.unpack_sum(codes(received), levels, block_elements, out, 1 / 3)
+    _same([out], [wanted], (elements, block_elements, ranks, equal, at_end))
+
+
+if __name__ == "__main__":
+    main()
