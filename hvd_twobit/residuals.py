@@ -99,6 +99,10 @@ class ResidualRegistry:
         state = self._with_residual()[name]
         return state.residual.reshape(state.shape)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors that are known, also of those without a residual yet."""
+        return {name: state.shape for name, state in list(self._tensors.items())}
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory that residuals and levels take on this rank."""
@@ -124,8 +128,7 @@ class ResidualRegistry:
     def forget_levels(self) -> None:
         """Let warm-up begin anew and levels be learnt again; residuals stay.
 
-        To be called on every rank alike, for example when ranks have been exchanged in an elastic job: a new rank
-        knows no levels, and all must have the same.
+        To be called on every rank alike, for example where one has loaded no state: all must have the same levels.
         """
         for state in list(self._tensors.values()):
             state.replace(state.residual if state.has_residual else None, None, 0)

@@ -18,11 +18,13 @@ import horovod
 import horovod._keras as horovod_keras
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.common.elastic import ObjectState
 
 from ..errors import ConfigError, UnsupportedOperationError
 from ..horovod_form import Expected, check_form
 from ..reduction import Reduction, refuse_op
 from ..residuals import ResidualRegistry
+from . import elastic
 from .compressor import TwoBit
 from .exchange import Settings, exchange
 from .graphs import refuse_argument
@@ -52,6 +54,8 @@ def install() -> None:
     _replace(hvd._DistributedGradientTape, "gradient", _refuse_keras_3_sources)
     _replace(horovod_keras, "create_distributed_optimizer", _refuse_keras_3)
     _replace(horovod_keras, "load_model", _refuse_keras_3_models)
+    for function in (elastic.__init__, elastic.save, elastic.restore, elastic.sync):
+        _replace(ObjectState, function.__name__, function)
     follow_optimizers()
     hvd._knows_twobit = True
 
@@ -76,7 +80,11 @@ def check_horovod(version: str, tensorflow: Any, keras: Any) -> None:
         Expected(keras, "create_distributed_optimizer", [
             "keras", "optimizer", "name", "device_dense", "device_sparse", "compression", "sparse_as_dense",
             "gradient_predivide_factor", "op", "backward_passes_per_step", "average_aggregated_gradients", "groups",
-            "process_set", "scale_local_gradients"], _USES)])
+            "process_set", "scale_local_gradients"], _USES),
+        Expected(ObjectState, "__init__", ["self", "bcast_object", "get_rank", "kwargs"], ["_bcast_object"]),
+        Expected(ObjectState, "save", ["self"]),
+        Expected(ObjectState, "restore", ["self"]),
+        Expected(ObjectState, "sync", ["self"], ["_bcast_object"])])
 
 
 def residuals_of(optimizer_or_tape: Any) -> ResidualRegistry:
