@@ -201,6 +201,7 @@ def assert_worlds_agree(job: ElasticJob) -> dict[str, int]:
                 failed = event
             elif event["kind"] == "commit":
                 committed = event
+                assert event.get("lost", 0) < 1e-5, f"what arrived is not what this world's ranks sent: {event}"
             elif event["kind"] != "world":
                 continue
             if event["kind"] == "world":
