@@ -58,6 +58,7 @@ class ElasticJob:
         self._folder = folder
         self._started = 0
         self._orders: dict[str, Any] = {}
+        self._read: dict[pathlib.Path, tuple[int, list[dict[str, Any]]]] = {}
         self.hosts: list[str] = []
         self.output = folder / "output"
         self.order()
@@ -96,12 +97,20 @@ class ElasticJob:
 
     def workers(self) -> list[Worker]:
         """All workers that have told something, also those that have ended."""
-        found = []
-        for path in self._folder.glob("worker-*.jsonl"):
-            events = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            if events:
-                found.append(Worker(int(path.stem.partition("-")[2]), events[0]["host"], events))
-        return found
+        return [Worker(int(path.stem.partition("-")[2]), events[0]["host"], events)
+                for path in self._folder.glob("worker-*.jsonl") if (events := self._events_in(path))]
+
+    def _events_in(self, path: pathlib.Path) -> list[dict[str, Any]]:
+        """All events of a file; what was read before is not read again."""
+        position, events = self._read.get(path, (0, []))
+        with path.open("rb") as file:
+            file.seek(position)
+            for line in file:
+                if line.endswith(b"\n"):
+                    events.append(json.loads(line))
+                    position += len(line)
+        self._read[path] = position, events
+        return events
 
     def worker_on(self, host: str) -> Worker | None:
         """The worker of a host."""
@@ -186,41 +195,63 @@ def running(program: str, folder: pathlib.Path, workers: int = 2, most: int = 3)
         job.end()
 
 
-def assert_worlds_agree(job: ElasticJob) -> dict[str, int]:
-    """Check all that the workers have told: equal weights and levels on all ranks, residuals kept or new.
+@dataclasses.dataclass
+class Comparison:
+    """What the events of a job's workers say when they are compared.
 
-    Returns:
-        How many ``worlds`` and ``commits`` were compared, and how many ``failed`` steps left no trace in a residual.
+    Attributes:
+        worlds: entries of workers into worlds.
+        sizes: how many ranks worlds had.
+        commits: committed steps of workers.
+        restored: failed steps that had changed the residual of a worker, which then had what it had committed.
+        problems: where ranks differ in weights or levels, or a residual is not what it should be.
     """
-    compared: dict[tuple[str, Any, Any], set[tuple[str, str]]] = {}
-    counts = {"worlds": 0, "commits": 0, "failed": 0}
-    for worker in job.workers():
+
+    worlds: int = 0
+    sizes: set[int] = dataclasses.field(default_factory=set)
+    commits: int = 0
+    restored: int = 0
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def compare(workers: Sequence[Worker]) -> Comparison:
+    """Compare all that workers have told: weights and levels of all ranks, residuals before and after failures."""
+    found = Comparison()
+    states: dict[tuple[str, str, int], set[tuple[str, str]]] = {}
+    for worker in workers:
         committed, failed = None, None
         for event in worker.events:
             if event["kind"] == "failed":
                 failed = event
             elif event["kind"] == "commit":
                 committed = event
-                assert event.get("lost", 0) < 1e-5, f"what arrived is not what this world's ranks sent: {event}"
-            elif event["kind"] != "world":
-                continue
-            if event["kind"] == "world":
-                where = f"{worker.pid} on {worker.host}, {event}"
-                assert event["in_flight"] is False, f"something of the old world is in flight: {where}"
-                if committed is None:
-                    assert event["residual"] in ("none", "zero"), f"a new worker's residual is not zero: {where}"
-                else:
-                    assert event["residual"] == committed["residual"], f"not what was committed, {committed}: {where}"
-                    if failed is not None:
-                        counts["failed"] += failed["residual"] != committed["residual"]
+                found.commits += 1
+                if event.get("lost", 0) > 1e-5:
+                    found.problems.append(f"what arrived is not what this world's ranks sent: {worker.pid}, {event}")
+            elif event["kind"] == "world":
+                found.worlds += 1
+                found.sizes.add(event["size"])
+                found.problems += _problems_of_entry(worker, event, committed)
+                found.restored += failed is not None and failed["residual"] != event["residual"]
                 failed = None
-            # Between two worlds a batch may be trained twice, so the world belongs to what is compared.
-            place = (event["kind"], event["world"], event["batch"])
-            compared.setdefault(place, set()).add((event["weights"], event["levels"]))
-            counts["worlds" if event["kind"] == "world" else "commits"] += 1
-    for place, states in compared.items():
-        assert len(states) == 1, f"ranks differ in weights or levels at {place}: {states}"
-    return counts
+            if event["kind"] in ("commit", "world"):
+                # A batch that failed is trained again in the next world.
+                place = (event["kind"], event["world"], event["batch"])
+                states.setdefault(place, set()).add((event["weights"], event["levels"]))
+    found.problems += [f"ranks differ in weights or levels at {place}: {different}"
+                       for place, different in states.items() if len(different) > 1]
+    return found
+
+
+def _problems_of_entry(worker: Worker, event: dict[str, Any], committed: dict[str, Any] | None) -> list[str]:
+    problems = []
+    if event["in_flight"]:
+        problems.append("something of the old world is in flight")
+    if committed is None and event["residual"] not in ("none", "zero"):
+        problems.append("the residual of a new worker is not zero")
+    if committed is not None and event["residual"] != committed["residual"]:
+        problems.append(f"the residual is not that of the last commit, {committed}")
+    return [f"{problem}: {worker.pid}, {event}" for problem in problems]
 
 
 def _steps(worker: Worker, world: str) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import pytest
 
-from .launcher import REPOSITORY, RanksFailed, run_ranks
+from .launcher import REPOSITORY, RanksFailed, horovodrun, run_ranks
 
 DEADLINE_S = 120
 
@@ -32,6 +32,13 @@ def test_a_rank_that_ends_between_encode_and_decode_ends_the_job(fault: str) -> 
         run_ranks(2, "tests.scenarios.torch_faults:train", timeout_s=DEADLINE_S, fault=fault)
     assert str(told.value).startswith("exit status"), "horovodrun should have ended by itself"
     assert re.search(TOLD[fault], str(told.value)), told.value
+
+
+def test_steps_that_are_broken_off_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
+    told = horovodrun(2, [sys.executable, "-m", "tests.launcher", str(tmp_path), "torch",
+                          "tests.scenarios.torch_faults:break_off", json.dumps({"folder": str(tmp_path)})],
+                      timeout_s=DEADLINE_S)
+    assert "[0]<stdout>:broken off" in told
 
 
 def test_a_job_that_is_terminated_within_a_step_ends_with_its_ranks(tmp_path: pathlib.Path) -> None:
