@@ -3,7 +3,8 @@
 Horovod's tape, its optimizer for ``tf.compat.v1`` and its Keras optimizers all get the function that reduces their
 gradients from ``horovod.tensorflow._make_allreduce_grads_fn``, looked up when they are made, and call it with gradients
 and variables. ``install`` replaces it, and four functions that need a check, by functions that do what Horovod does,
-unless the compression is a ``TwoBit``. It refuses a Horovod whose functions it does not know.
+unless the compression is a ``TwoBit``; and the methods of elastic states, see ``elastic``. It refuses a Horovod whose
+functions it does not know.
 """
 
 from __future__ import annotations
