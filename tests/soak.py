@@ -1,6 +1,6 @@
 """Elastic jobs whose workers join, leave and are killed at random, for as long as is asked for: ``make soak``.
 
-Prints its seed first, each event as it happens, and a summary in the last line. The exit status is 0 if all ranks
+Prints its seed first, each event as it happens (rare ones are likelier), and a summary in the last line. The exit status is 0 if all ranks
 agreed in weights and levels all the time, residuals were what they should be, and every job recovered from every event
 within the deadline and ended well.
 """
@@ -52,7 +52,8 @@ class Soak:
         for _ in range(EVENTS_PER_JOB):
             if self._time_is_up():
                 break
-            event = self._random.choice(self._possible(len(job.hosts)))
+            possible = self._possible(len(job.hosts))
+            event, = self._random.choices(possible, [1 / (1 + self.events[event]) for event in possible])
             host = self._random.choice(job.hosts)
             self._say(f"job {self.jobs}, {len(job.hosts)} workers: {event}")
             self.events[event] += 1
