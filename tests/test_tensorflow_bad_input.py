@@ -13,8 +13,8 @@ import pytest
 
 from hvd_twobit.errors import UnsupportedHorovodError
 
+from .jobs import results_of, waits_for_the_job
 from .launcher import REPOSITORY
-from .tensorflow_job import results_of, waits_for_the_job
 
 pytestmark = waits_for_the_job
 
@@ -67,7 +67,7 @@ IN_A_GRAPH = {"another_min_elements": "DisagreementError", "another_min_elements
 @pytest.fixture(scope="module")
 def told() -> list[dict[str, str]]:
     """What each of two real ranks was told in every scenario."""
-    return results_of(2, "bad_input")
+    return results_of("tensorflow", 2, "bad_input")
 
 
 @pytest.mark.parametrize("scenario", MESSAGES)

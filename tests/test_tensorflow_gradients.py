@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from .jobs import results_of, waits_for_the_job
 from .scenarios import tensorflow_gradients as scenario
 from .simulation import assert_same_bits
-from .tensorflow_job import results_of, waits_for_the_job
 
 CASES = [(ranks, name) for ranks in (2, 4) for name in scenario.CONFIGURATIONS]
 by_case = pytest.mark.parametrize(("ranks", "name"), CASES, ids=[f"{ranks} ranks-{name}" for ranks, name in CASES])
@@ -18,7 +18,7 @@ pytestmark = waits_for_the_job
 
 @by_case
 def test_gradients_equal_the_simulation_of_all_ranks_for_20_steps(ranks: int, name: str) -> None:
-    for rank, result in enumerate(exchanging(name, results_of(ranks, "gradients"))):
+    for rank, result in enumerate(exchanging(name, results_of("tensorflow", ranks, "gradients"))):
         result = result[name]
         steps, tensors = scenario.expected(name, ranks, rank)
         assert len(result["steps"]) == len(steps)
@@ -38,7 +38,8 @@ def test_gradients_equal_the_simulation_of_all_ranks_for_20_steps(ranks: int, na
 
 @by_case
 def test_all_ranks_hold_identical_weights_afterwards(ranks: int, name: str) -> None:
-    first, *others = [result[name]["steps"][-1] for result in exchanging(name, results_of(ranks, "gradients"))]
+    results = exchanging(name, results_of("tensorflow", ranks, "gradients"))
+    first, *others = [result[name]["steps"][-1] for result in results]
     for other in others:
         for key in first:
             if key.startswith("weight") and key != f"weight {scenario.CONFIGURATIONS[name].local}":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .tensorflow_job import results_of, waits_for_the_job
+from .jobs import results_of, waits_for_the_job
 
 pytestmark = waits_for_the_job
 
@@ -41,12 +41,12 @@ EXPECTED: dict[str, Any] = {
 
 @pytest.mark.parametrize("use", EXPECTED)
 def test_every_gradient_is_sent_once_and_in_order(use: str) -> None:
-    for result in results_of(2, "uses"):
+    for result in results_of("tensorflow", 2, "uses"):
         assert result[use] == EXPECTED[use]
 
 
 def test_statistics_go_to_tensorboard_on_rank_0() -> None:
-    first, second = [result["statistics_for_tensorboard"] for result in results_of(2, "uses")]
+    first, second = [result["statistics_for_tensorboard"] for result in results_of("tensorflow", 2, "uses")]
     nbytes = 32 + 16 + 2048 // 4
     assert first == {f"{step} twobit/wide/kernel:0/{name}": value for step, exchanges in ((4, 3), (8, 7))
                      for name, value in (("compressed_exchanges", exchanges), ("nbytes", nbytes))}
@@ -54,4 +54,4 @@ def test_statistics_go_to_tensorboard_on_rank_0() -> None:
 
 
 def test_every_use_is_tested() -> None:
-    assert results_of(2, "uses")[0].keys() == {*EXPECTED, "statistics_for_tensorboard"}
+    assert results_of("tensorflow", 2, "uses")[0].keys() == {*EXPECTED, "statistics_for_tensorboard"}

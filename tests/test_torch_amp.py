@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .launcher import run_ranks
+from .jobs import results_of, waits_for_the_job
 from .scenarios import torch_amp as scenario
 from .simulation import assert_same_bits
+
+pytestmark = waits_for_the_job
 
 MISTAKES = {
     "unscaled_before_synchronize": r"UnsupportedOperationError: the GradScaler would unscale gradients that are still "
@@ -25,7 +27,7 @@ MISTAKES = {
 @pytest.fixture(scope="module")
 def results() -> list[Any]:
     """Every configuration in one job of two ranks; per rank."""
-    return run_ranks(2, "tests.scenarios.torch_amp:run", names=list(scenario.CONFIGURATIONS))
+    return results_of("torch", 2, "amp")
 
 
 @pytest.mark.parametrize("name", scenario.CONFIGURATIONS)
@@ -54,7 +56,7 @@ def test_the_scale_both_fell_and_grew(results: list[Any]) -> None:
 
 
 def test_mistakes_with_scalers_are_told_to_every_rank() -> None:
-    for told in run_ranks(2, "tests.scenarios.torch_amp:mistakes"):
+    for told in results_of("torch", 2, "amp_mistakes"):
         assert told.keys() == MISTAKES.keys()
         for mistake, message in told.items():
             assert re.match(MISTAKES[mistake], message), message

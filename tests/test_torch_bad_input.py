@@ -14,7 +14,10 @@ import pytest
 
 from hvd_twobit.errors import UnsupportedHorovodError
 
-from .launcher import REPOSITORY, run_ranks
+from .jobs import results_of, waits_for_the_job
+from .launcher import REPOSITORY
+
+pytestmark = waits_for_the_job
 
 UNSUPPORTED = r"UnsupportedOperationError: TwoBit cannot be used with op=hvd\.{}: two-bit codes can be summed"
 MESSAGES = {
@@ -52,7 +55,7 @@ MESSAGES = {
 @pytest.fixture(scope="module")
 def told() -> list[dict[str, str]]:
     """What each of two real ranks was told in every scenario."""
-    return run_ranks(2, "tests.scenarios.torch_bad_input:run")
+    return results_of("torch", 2, "bad_input")
 
 
 @pytest.mark.parametrize("scenario", MESSAGES)
@@ -62,7 +65,7 @@ def test_every_rank_is_told_what_is_wrong(scenario: str, told: list[dict[str, st
 
 
 def test_two_optimizers_with_equal_names_keep_their_own_residuals() -> None:
-    for result in run_ranks(2, "tests.scenarios.torch_bad_input:two_optimizers"):
+    for result in results_of("torch", 2, "two_optimizers"):
         assert result["distinct"]
         # 3 * 0.125 < 0.5: nothing sent. 0.25, 0.5 -> sent, 0.25: one step of lr 0.25 times the average 0.5.
         assert (result["residuals"][0] == 0.375).all() and (result["weights"][0] == 0).all()

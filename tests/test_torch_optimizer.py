@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .launcher import run_ranks
+from .jobs import results_of, waits_for_the_job
 from .scenarios import torch_optimizer as scenario
 from .simulation import assert_same_bits
+
+pytestmark = waits_for_the_job
 
 
 @pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"], scope="module")
 def results(request: pytest.FixtureRequest) -> list[Any]:
     """Every configuration in one job of 2 or 4 ranks, started once; per rank."""
-    return run_ranks(request.param, "tests.scenarios.torch_optimizer:run", {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
-                     names=list(scenario.CONFIGURATIONS))
+    return results_of("torch", request.param, "optimizer")
 
 
 @pytest.mark.parametrize("name", scenario.CONFIGURATIONS)

@@ -3,7 +3,8 @@
 Horovod exchanges gradients between ``get_scaled_loss`` and ``get_unscaled_gradients``, whether the LossScaleOptimizer
 calls them itself, around the optimizer that it wraps, or a custom training loop does, around its tape. So the scale
 that is in force is that of the optimizer whose first method was called and whose second one was not; after it,
-gradients are in their own unit again. Methods are called while a graph is built, so this is known per thread.
+gradients are in their own unit again. Methods are called while a graph is built, so this is known per thread, and holds
+for that graph and those within it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ def follow_optimizers() -> None:
     for kind in tf.keras.mixed_precision.LossScaleOptimizer.__subclasses__():
         if not hasattr(kind, "_knows_twobit"):
             kind._knows_twobit = True
-            _before(kind, "get_scaled_loss", lambda optimizer: optimizer)
-            _before(kind, "get_unscaled_gradients", lambda optimizer: None)
+            _before(kind, "get_scaled_loss", lambda optimizer: (optimizer, tf.compat.v1.get_default_graph()))
+            _before(kind, "get_unscaled_gradients", lambda optimizer: (None, None))
 
 
 def scale_in_force() -> tf.Tensor | None:
     """The loss scale of the gradients that are exchanged now, or None where they are not scaled."""
-    optimizer = getattr(_scaling, "optimizer", None)
-    return None if optimizer is None else optimizer.loss_scale
+    optimizer, scaled_in = getattr(_scaling, "in_force", (None, None))
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and graph is not scaled_in:
+        graph = getattr(graph, "outer_graph", None)
+    return None if optimizer is None or graph is None else optimizer.loss_scale
 
 
 def _before(kind: type, method: str, in_force: Any) -> None:
@@ -38,7 +42,7 @@ def _before(kind: type, method: str, in_force: Any) -> None:
 
     @functools.wraps(original)
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _scaling.optimizer = in_force(self)
+        _scaling.in_force = in_force(self)
         return original(self, *args, **kwargs)
 
     setattr(kind, method, replacement)

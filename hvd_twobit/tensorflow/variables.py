@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..codec import Codec
@@ -51,7 +52,9 @@ class VariableResiduals:
 
     def codec(self, config: TwoBitConfig) -> Codec:
         """The codec that works on these residuals with the given parameters."""
-        return self._codecs.setdefault(config, Codec(config, self.residuals))
+        if config not in self._codecs:
+            self._codecs[config] = Codec(config, self.residuals, warns=hvd.rank() == 0)
+        return self._codecs[config]
 
     def lock(self, name: str) -> threading.Lock:
         """Held while the residual of a name is changed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Union
@@ -59,6 +60,7 @@ class Exchange:
         self._groups: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         self._sparse: set[str] = set()
         self._statement = Statement.of(config, ())
+        self._decided: tuple[list[bool], int] | None = None
         self._compressed: dict[str, bool] = {}
         self._agreement: int | None = None
         self._in_flight: dict[str, Handle] = {}
@@ -173,20 +175,26 @@ class Exchange:
             return
         self.residuals.begin_step()
         self.loss_scale.follow()
-        tensors = [tensor for group, members in self._groups.items() for tensor in self._planned(group, members)]
-        statement = Statement.of(self._config, tensors)
-        if statement != self._statement:
-            self._statement, self._compressed = statement, {tensor.name: tensor.compressed for tensor in tensors}
+        ready = [self._is_ready(members) for members in self._groups.values()]
+        decided = (ready, len(self._sparse))
+        if decided != self._decided:
+            tensors = [tensor for (group, members), yes in zip(self._groups.items(), ready)
+                       for tensor in self._planned(group, members, yes)]
+            self._decided, self._statement = decided, Statement.of(self._config, tensors)
+            self._compressed = {tensor.name: tensor.compressed for tensor in tensors}
         self._agreement = self._allgather(np.frombuffer(self._statement.digest, np.uint8).copy(), "")
 
-    def _planned(self, group: str, members: Sequence[tuple[str, tuple[int, ...]]]) -> list[Exchanged]:
-        """How the tensors of a group travel in this step: compressed only if all are ready that will be."""
-        elements = {name: int(np.prod(shape, dtype=np.int64)) for name, shape in members}
-        compressible = {name: shape for name, shape in members
-                        if name not in self._sparse and self._codec.compresses(elements[name])}
-        ready = all(self._codec.ready(name, shape) for name, shape in compressible.items())
-        return [Exchanged(name, elements[name], name in compressible, name in compressible and ready, group)
-                for name, _ in members]
+    def _is_ready(self, members: Sequence[tuple[str, tuple[int, ...]]]) -> bool:
+        """Whether all tensors of a group are ready to be compressed that will be."""
+        return all(self._codec.ready(name, shape) for name, shape in members if self._is_compressible(name, shape))
+
+    def _is_compressible(self, name: str, shape: tuple[int, ...]) -> bool:
+        return name not in self._sparse and self._codec.compresses(math.prod(shape))
+
+    def _planned(self, group: str, members: Sequence[tuple[str, tuple[int, ...]]], ready: bool) -> list[Exchanged]:
+        """How the tensors of a group travel in this step."""
+        return [Exchanged(name, math.prod(shape), self._is_compressible(name, shape),
+                          ready and self._is_compressible(name, shape), group) for name, shape in members]
 
     def _check_agreement(self) -> None:
         digests = hvd.synchronize(self._agreement).numpy().tobytes()

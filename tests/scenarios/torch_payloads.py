@@ -23,13 +23,16 @@ def run() -> dict[str, Any]:
         return original(tensor, *args, name=name, **kwargs)
 
     hvd.allgather_async = recording
-    parameter = torch.nn.Parameter(torch.zeros(37, 61))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.25), named_parameters=[("wide", parameter)],
-                                         compression=TwoBit())
-    reduced = []
-    for step in range(3):
-        (parameter * torch.from_numpy(gradient(0, hvd.rank(), step, "wide", (37, 61)))).sum().backward()
-        optimizer.step()
-        reduced.append(parameter.grad.numpy().copy())
-        optimizer.zero_grad()
+    try:
+        parameter = torch.nn.Parameter(torch.zeros(37, 61))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.25),
+                                             named_parameters=[("wide", parameter)], compression=TwoBit())
+        reduced = []
+        for step in range(3):
+            (parameter * torch.from_numpy(gradient(0, hvd.rank(), step, "wide", (37, 61)))).sum().backward()
+            optimizer.step()
+            reduced.append(parameter.grad.numpy().copy())
+            optimizer.zero_grad()
+    finally:
+        hvd.allgather_async = original
     return {"sent": sent, "reduced": reduced}

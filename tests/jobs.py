@@ -1,4 +1,7 @@
-"""The jobs of 2 and 4 real ranks in which all scenarios of TensorFlow run, each started once for all tests."""
+"""The jobs of 2 and 4 real ranks in which the scenarios of a front end run, each started once for all tests.
+
+To start a job costs more than most of what runs in it.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ TIMEOUT_S = 540
 waits_for_the_job = pytest.mark.timeout(TIMEOUT_S + 60)
 
 
-def results_of(ranks: int, scenarios: str) -> list[Any]:
-    """What ``tests.scenarios.tensorflow_<scenarios>`` returned, per rank.
+def results_of(front_end: str, ranks: int, scenarios: str) -> list[Any]:
+    """What ``tests.scenarios.<front_end>_<scenarios>`` returned, per rank; see ``tests.scenarios.<front_end>``.
 
     Raises:
         RanksFailed: the job did not end well; it is not started again for the next test.
     """
-    results = _job(ranks)
+    results = _job(front_end, ranks)
     if isinstance(results, RanksFailed):
         raise results
     return [result[scenarios] for result in results]
 
 
 @functools.cache
-def _job(ranks: int) -> list[Any] | RanksFailed:
+def _job(front_end: str, ranks: int) -> list[Any] | RanksFailed:
     try:
-        return run_ranks(ranks, "tests.scenarios.tensorflow:run", {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}, "tensorflow",
+        return run_ranks(ranks, f"tests.scenarios.{front_end}:run", {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}, front_end,
                          TIMEOUT_S)
     except RanksFailed as failed:
         return failed
