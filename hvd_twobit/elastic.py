@@ -34,27 +34,29 @@ class Committed:
         """Go back to what was committed: what failed steps took out of the residuals is in them again."""
         self.residuals.load_state_dict(self._state)
 
-    def sync(self, broadcast: Callable[[Any], Any]) -> None:
-        """Take over levels, counters and loss scale of rank 0; every rank of the new world calls this.
 
-        Residuals are not exchanged. A rank that was there before keeps its own, in the unit of rank 0's loss scale, and
-        one that is new begins at zero. The committed copy stays as it is.
+def follow_rank_0(residuals: ResidualRegistry, broadcast: Callable[[Any], Any]) -> None:
+    """Take over levels, counters and loss scale of rank 0; every rank of the new world calls this.
 
-        Args:
-            broadcast: returns rank 0's argument on every rank.
+    Residuals are not exchanged. A rank that was there before keeps its own, in the unit of rank 0's loss scale, and one
+    that is new begins at zero.
 
-        Raises:
-            ResidualError: a tensor has another shape on rank 0.
-        """
-        own = self.residuals.state_dict()
-        told = broadcast({"shapes": self.residuals.shapes(), "loss_scale": own.get("loss_scale"),
-                          **{key: own[key] for key in _SHARED}})
-        for name, shape in told["shapes"].items():
-            self.residuals.tensor(name, shape)
-        loss_scale = told["loss_scale"]
-        if loss_scale != own.get("loss_scale"):
-            self.residuals.follow_loss_scale(loss_scale or 1.0)
-            own = self.residuals.state_dict()
-        own.pop("loss_scale", None)
-        self.residuals.load_state_dict({**own, **({} if loss_scale is None else {"loss_scale": loss_scale}),
-                                        **{key: told[key] for key in _SHARED}})
+    Args:
+        residuals: of this rank.
+        broadcast: returns rank 0's argument on every rank.
+
+    Raises:
+        ResidualError: a tensor has another shape on rank 0.
+    """
+    own = residuals.state_dict()
+    told = broadcast({"shapes": residuals.shapes(), "loss_scale": own.get("loss_scale"),
+                      **{key: own[key] for key in _SHARED}})
+    for name, shape in told["shapes"].items():
+        residuals.tensor(name, shape)
+    loss_scale = told["loss_scale"]
+    if loss_scale != own.get("loss_scale"):
+        residuals.follow_loss_scale(loss_scale or 1.0)
+        own = residuals.state_dict()
+    own.pop("loss_scale", None)
+    residuals.load_state_dict({**own, **({} if loss_scale is None else {"loss_scale": loss_scale}),
+                               **{key: told[key] for key in _SHARED}})

@@ -1,8 +1,8 @@
 """Elastic jobs whose workers join, leave and are killed at random, for as long as is asked for: ``make soak``.
 
-Prints its seed first, each event as it happens (rare ones are likelier), and a summary in the last line. The exit status is 0 if all ranks
-agreed in weights and levels all the time, residuals were what they should be, and every job recovered from every event
-within the deadline and ended well.
+Prints its seed first, each event as it happens (rare ones are likelier), and a summary in the last line. The exit
+status is 0 if all ranks agreed in weights and levels all the time, residuals were what they should be, and every job
+recovered from every event within the deadline and ended well.
 """
 
 from __future__ import annotations

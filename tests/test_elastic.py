@@ -10,7 +10,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from hvd_twobit.elastic import Committed
+from hvd_twobit.elastic import Committed, follow_rank_0
 from hvd_twobit.errors import ResidualError
 from hvd_twobit.residuals import ResidualRegistry
 
@@ -49,8 +49,8 @@ def test_restore_brings_back_what_was_committed_as_often_as_it_is_asked_for() ->
 
 def sync(residuals: ResidualRegistry, rank_0: ResidualRegistry) -> None:
     told = []
-    Committed(rank_0).sync(lambda shared: told.append(shared) or shared)
-    Committed(residuals).sync(lambda _: told[0])
+    follow_rank_0(rank_0, lambda shared: told.append(shared) or shared)
+    follow_rank_0(residuals, lambda _: told[0])
 
 
 def test_sync_takes_levels_from_rank_0_and_leaves_residuals_where_they_are() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..elastic import Committed
+from ..elastic import Committed, follow_rank_0
 from ..residuals import ResidualRegistry
 
 
@@ -41,9 +41,8 @@ def sync(original: Any, self: Any) -> None:
     original(self)
     for name in _committed(self):
         # As Horovod's states of TensorFlow do with all that they hold: what was synchronized is committed.
+        follow_rank_0(getattr(self, name), self._bcast_object)
         self._twobit[name] = Committed(getattr(self, name))
-        self._twobit[name].sync(self._bcast_object)
-        self._twobit[name].save()
 
 
 def _committed(state: Any) -> dict[str, Committed]:

@@ -7,7 +7,7 @@ from typing import Any
 import horovod.torch as hvd
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
-from ..elastic import Committed
+from ..elastic import Committed, follow_rank_0
 from ..residuals import ResidualRegistry
 
 
@@ -25,7 +25,7 @@ class ResidualsHandler(StateHandler):
         self._committed.restore()
 
     def sync(self) -> None:
-        self._committed.sync(lambda levels: hvd.broadcast_object(levels, name="twobit.elastic"))
+        follow_rank_0(self.value, lambda shared: hvd.broadcast_object(shared, name="twobit.elastic"))
 
     def set_value(self, value: Any) -> None:
         self._committed = Committed(value)
