@@ -2,14 +2,17 @@
 #
 #     make demo PYTHON=python3.10      with another Python than python3
 #     make test PYTEST_ARGS="-k codec"     some tests only
+#     make soak SOAK_MINUTES=5 SOAK_ARGS="--seed 1"
 
 SHELL = /bin/bash
 PYTHON ?=
 PYTEST_ARGS ?=
+SOAK_MINUTES ?= 30
+SOAK_ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL = help
-.PHONY: help setup demo test bench lint clean
+.PHONY: help setup demo test soak bench lint clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +25,9 @@ demo: setup  ## train a CNN on two ranks with PyTorch and Keras, uncompressed, f
 
 test: setup  ## run the whole test suite
 	@.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+soak: setup  ## kill, add and remove workers of elastic jobs at random for SOAK_MINUTES (30); ends with a summary line
+	@.venv/bin/python -m tests.soak --minutes $(SOAK_MINUTES) $(SOAK_ARGS)
 
 bench: setup  ## measure the kernels
 	@.venv/bin/python -m hvd_twobit bench kernels

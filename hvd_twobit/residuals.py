@@ -126,8 +126,7 @@ class ResidualRegistry:
     def forget_levels(self) -> None:
         """Let warm-up begin anew and levels be learnt again; residuals stay.
 
-        To be called on every rank alike, for example when ranks have been exchanged in an elastic job: a new rank
-        knows no levels, and all must have the same.
+        To be called on every rank alike, for example where one has loaded no state: all must have the same levels.
         """
         for state in list(self._tensors.values()):
             state.replace(state.residual if state.has_residual else None, None, 0)
@@ -174,19 +173,37 @@ class ResidualRegistry:
         for state in list(self._tensors.values()):
             state.undo()
 
+    def shared(self) -> dict[str, Any]:
+        """A copy of what is the same on all ranks: shapes, levels, counters and the loss scale."""
+        tensors = list(self._tensors.items())
+        return {"shapes": {name: state.shape for name, state in tensors},
+                "levels": {name: state.levels.copy() for name, state in tensors if state.levels is not None},
+                "uncompressed_steps": {name: state.uncompressed_steps for name, state in tensors
+                                       if state.uncompressed_steps},
+                "loss_scale": self.loss_scale}
+
+    def take_shared(self, shared: Mapping[str, Any]) -> None:
+        """Replace by what another rank's ``shared()`` returned; residuals stay, in the unit of its loss scale.
+
+        Raises:
+            ResidualError: a tensor has another shape on that rank.
+        """
+        for name, shape in shared["shapes"].items():
+            self.tensor(name, shape)
+        if shared["loss_scale"] != self.loss_scale:
+            self.follow_loss_scale(shared["loss_scale"] or 1.0)
+            self.loss_scale = shared["loss_scale"]
+        for name, state in list(self._tensors.items()):
+            state.replace(state.residual if state.has_residual else None, shared["levels"].get(name),
+                          shared["uncompressed_steps"].get(name, 0))
+
     def state_dict(self) -> dict[str, Any]:
         """A deep copy of this rank's state as plain numbers and NumPy arrays, residuals in the tensors' shapes.
 
         Residuals differ from rank to rank, levels do not: a job that resumes needs the state of every rank, saved by
         each. See ``checkpoint.redistribute`` for one that resumes with another number of ranks.
         """
-        tensors = list(self._tensors.items())
-        return RankState(
-            shapes={name: state.shape for name, state in tensors},
-            residuals={name: self[name].copy() for name in self},
-            levels={name: state.levels.copy() for name, state in tensors if state.levels is not None},
-            uncompressed_steps={name: state.uncompressed_steps for name, state in tensors if state.uncompressed_steps},
-            loss_scale=self.loss_scale).to_dict()
+        return RankState(residuals={name: self[name].copy() for name in self}, **self.shared()).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace everything by a copy of what ``state_dict()`` returned.

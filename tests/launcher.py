@@ -52,8 +52,8 @@ def horovodrun(np_ranks: int, command: list[str], environment: dict[str, str] | 
 
 
 def _of_ranks(output: str) -> str:
-    """The lines that ranks printed, rank by rank, without horovodrun's own traceback."""
-    lines = [line for line in output.splitlines() if line.startswith("[")]
+    """The lines that ranks printed, rank by rank, and how they ended, without horovodrun's own traceback."""
+    lines = [line for line in output.splitlines() if line.startswith(("[", "Process "))]
     return "\n".join(sorted(lines, key=lambda line: line.partition("]")[0])[-200:]) or output[-6000:]
 
 

@@ -3,7 +3,8 @@
 Horovod's tape, its optimizer for ``tf.compat.v1`` and its Keras optimizers all get the function that reduces their
 gradients from ``horovod.tensorflow._make_allreduce_grads_fn``, looked up when they are made, and call it with gradients
 and variables. ``install`` replaces it, and four functions that need a check, by functions that do what Horovod does,
-unless the compression is a ``TwoBit``. It refuses a Horovod whose functions it does not know.
+unless the compression is a ``TwoBit``; and the methods of elastic states, see ``elastic``. It refuses a Horovod whose
+functions it does not know.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import horovod
 import horovod._keras as horovod_keras
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.common.elastic import ObjectState
 
 from ..errors import ConfigError, UnsupportedOperationError
 from ..horovod_form import Expected, check_form
 from ..reduction import Reduction, refuse_op
 from ..residuals import ResidualRegistry
+from . import elastic
 from .compressor import TwoBit
 from .exchange import Settings, exchange
 from .graphs import refuse_argument
@@ -52,6 +55,8 @@ def install() -> None:
     _replace(hvd._DistributedGradientTape, "gradient", _gradient)
     _replace(horovod_keras, "create_distributed_optimizer", _refuse_keras_3)
     _replace(horovod_keras, "load_model", _refuse_keras_3_models)
+    for function in (elastic.__init__, elastic.save, elastic.restore, elastic.sync):
+        _replace(ObjectState, function.__name__, function)
     follow_optimizers()
     hvd._knows_twobit = True
 
@@ -76,7 +81,11 @@ def check_horovod(version: str, tensorflow: Any, keras: Any) -> None:
         Expected(keras, "create_distributed_optimizer", [
             "keras", "optimizer", "name", "device_dense", "device_sparse", "compression", "sparse_as_dense",
             "gradient_predivide_factor", "op", "backward_passes_per_step", "average_aggregated_gradients", "groups",
-            "process_set", "scale_local_gradients"], _USES)])
+            "process_set", "scale_local_gradients"], _USES),
+        Expected(ObjectState, "__init__", ["self", "bcast_object", "get_rank", "kwargs"], ["_bcast_object"]),
+        Expected(ObjectState, "save", ["self"]),
+        Expected(ObjectState, "restore", ["self"]),
+        Expected(ObjectState, "sync", ["self"], ["_bcast_object"])])
 
 
 def residuals_of(optimizer_or_tape: Any) -> ResidualRegistry:

@@ -241,11 +241,16 @@ class _Group:
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
-        self._outputs: Sequence[torch.Tensor] | None = None
+        self._outputs: Sequence[torch.Tensor] | HorovodInternalError | None = None
 
     def output(self, index: int) -> torch.Tensor:
         if self._outputs is None:
-            self._outputs = hvd.synchronize(self._handle)
+            try:
+                self._outputs = hvd.synchronize(self._handle)
+            except HorovodInternalError as error:
+                self._outputs = error  # Horovod tells it once.
+        if isinstance(self._outputs, HorovodInternalError):
+            raise self._outputs
         return self._outputs[index]
 
 

@@ -26,6 +26,7 @@ from ..horovod_form import Expected, check_form
 from ..reduction import refuse_op
 from ..residuals import ResidualRegistry
 from .compressor import TwoBit
+from .elastic import register
 from .exchange import Exchange, Handle, Pending
 from .loss_scale import updated
 
@@ -48,6 +49,7 @@ def install() -> None:
     _replace(torch.amp.GradScaler, _scaler_unscale, "unscale_")
     _replace(torch.amp.GradScaler, _scaler_step, "step")
     _replace(torch.amp.GradScaler, _scaler_update, "update")
+    register()
     optimizer._knows_twobit = True
 
 
@@ -117,6 +119,8 @@ def load_state_dict(original: Any, self: Any, *args: Any, **kwargs: Any) -> None
     # Horovod forgets the handles of a step that was broken off; what they use has to be free before the next step.
     if self._twobit is not None:
         self._twobit.abandon()
+        # Horovod 0.28.1 forgets to: the next step would take a group for complete too early.
+        self._group_counts.update(dict.fromkeys(self._group_counts, 0))
     original(self, *args, **kwargs)
 
 

@@ -1,0 +1,49 @@
+"""What a rank of an elastic job has committed of its residuals, and how new ranks come by the levels. No framework.
+
+Front ends call this from Horovod's elastic states; when ranks are exchanged, and by whom, is Horovod's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .residuals import ResidualRegistry
+
+
+class Committed:
+    """A copy of this rank's residuals, levels and counters as they were when it was made, or at the last ``save``.
+
+    It takes as much memory as the residuals themselves.
+
+    Attributes:
+        residuals: what it is a copy of.
+    """
+
+    def __init__(self, residuals: ResidualRegistry) -> None:
+        self.residuals = residuals
+        self.save()
+
+    def save(self) -> None:
+        """Commit what there is now."""
+        self._state = self.residuals.state_dict()
+
+    def restore(self) -> None:
+        """Go back to what was committed: what failed steps took out of the residuals is in them again."""
+        self.residuals.load_state_dict(self._state)
+
+
+def follow_rank_0(residuals: ResidualRegistry, broadcast: Callable[[Any], Any]) -> None:
+    """Take over levels, counters and loss scale of rank 0; every rank of the new world calls this.
+
+    Residuals are not exchanged. A rank that was there before keeps its own, in the unit of rank 0's loss scale, and one
+    that is new begins at zero.
+
+    Args:
+        residuals: of this rank.
+        broadcast: returns rank 0's argument on every rank.
+
+    Raises:
+        ResidualError: a tensor has another shape on rank 0.
+    """
+    residuals.take_shared(broadcast(residuals.shared()))
