@@ -17,7 +17,7 @@ help:  ## show this list
 setup:  ## make .venv and build Horovod into it (the other targets do this too)
 	@scripts/setup.sh
 
-demo: setup  ## train a CNN on two ranks uncompressed, fp16 and 2-bit; show a table and the loss curves
+demo: setup  ## train a CNN on two ranks with PyTorch and Keras, uncompressed, fp16 and 2-bit; show table and curves
 	@scripts/demo.sh
 
 test: setup  ## run the whole test suite

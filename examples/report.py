@@ -1,11 +1,12 @@
-"""Compares runs of an example: a table on the terminal and the loss curves as a PNG.
+"""Compares runs of the examples: a table on the terminal and the loss curves as a PNG.
 
     python examples/report.py results/none.json results/fp16.json results/twobit.json --png results/loss.png
 
-A run is what ``pytorch_digits.py --output`` writes. The first one is what the others are compared with.
+A run is what an example's ``--output`` writes. Runs are compared with the first one of their front end.
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import statistics
@@ -16,6 +17,8 @@ from rich.table import Table
 
 matplotlib.use("Agg")  # Draws into a file: no display is needed.
 import matplotlib.pyplot as plt  # noqa: E402
+
+LINES = ("solid", "dashed", "dotted", "dashdot")
 
 
 def name_of(run):
@@ -35,35 +38,53 @@ def seconds_per_step(run):
     return statistics.median(epoch["seconds_per_step"] for epoch in run["epochs"])
 
 
+def by_front_end(runs):
+    """Runs in lists by their front end, in the order in which front ends first appear."""
+    found = {}
+    for run in runs:
+        found.setdefault(run["front_end"], []).append(run)
+    return found
+
+
+def size_of(run):
+    return (f"{run['ranks']} ranks, {run['parameters']:,} parameters, {len(run['epochs'])} epochs of "
+            f"{run['steps_per_epoch']} steps")
+
+
 def table(runs):
-    first = runs[0]
-    made = Table(title=f"{first['ranks']} ranks, {first['parameters']:,} parameters, {len(first['epochs'])} epochs "
-                       f"of {first['steps_per_epoch']} steps")
-    made.add_column("gradients", no_wrap=True)
+    made = Table(title="\n".join(dict.fromkeys(map(size_of, runs))))
+    for heading in ("front end", "gradients"):
+        made.add_column(heading, no_wrap=True)
     for heading in ("test\naccuracy", "test\nloss", "train\nloss", "bytes sent per\nrank and step", "ratio",
                     "ms per\nstep"):
         made.add_column(heading, justify="right", no_wrap=True)
-    for run in runs:
-        last = run["epochs"][-1]
-        made.add_row(name_of(run), f"{last['test_accuracy']:.4f}", f"{last['test_loss']:.4f}",
-                     f"{last['train_loss']:.4f}", f"{bytes_per_step(run):,.0f}",
-                     f"{bytes_per_step(first) / bytes_per_step(run):.2f}", f"{1000 * seconds_per_step(run):.1f}")
+    for front_end, alike in by_front_end(runs).items():
+        for run in alike:
+            last = run["epochs"][-1]
+            made.add_row(front_end, name_of(run), f"{last['test_accuracy']:.4f}", f"{last['test_loss']:.4f}",
+                         f"{last['train_loss']:.4f}", f"{bytes_per_step(run):,.0f}",
+                         f"{bytes_per_step(alike[0]) / bytes_per_step(run):.2f}",
+                         f"{1000 * seconds_per_step(run):.1f}")
+        made.add_section()
     return made
 
 
 def draw(runs, path):
     """Training loss by epoch, and by what a rank had sent until then."""
     figure, (by_epoch, by_bytes) = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
-    # Three curves that often overlap: a marker each tells them apart without colours.
-    for run, marker in zip(runs, "osD^vx"):
+    # Curves that often overlap: a kind of line for each front end, and a marker for each run, tell them apart without
+    # colours.
+    front_ends = list(by_front_end(runs))
+    for run, marker in zip(runs, itertools.cycle("osD^vx")):
         epochs = [epoch["epoch"] for epoch in run["epochs"]]
         losses = [epoch["train_loss"] for epoch in run["epochs"]]
         sent, megabytes = 0.0, []
         for epoch in run["epochs"]:
             sent += epoch["bytes_sent_per_step"] * run["steps_per_epoch"] / 1e6
             megabytes.append(sent)
-        by_epoch.plot(epochs, losses, marker=marker, markersize=4, label=name_of(run))
-        by_bytes.plot(megabytes, losses, marker=marker, markersize=4, label=name_of(run))
+        style = dict(marker=marker, markersize=4, linestyle=LINES[front_ends.index(run["front_end"]) % len(LINES)])
+        by_epoch.plot(epochs, losses, label=f"{run['front_end']}, {name_of(run)}", **style)
+        by_bytes.plot(megabytes, losses, **style)
     by_epoch.set(xlabel="epoch", ylabel="training loss", yscale="log", title="Loss by epoch")
     by_bytes.set(xlabel="gradients sent by one rank (MB)", xscale="log", title="Loss by traffic")
     for axes in (by_epoch, by_bytes):

@@ -32,12 +32,14 @@ class Exchanged:
     Attributes:
         name: the tensor's name.
         elements: number of elements.
+        compressible: whether it is large enough to be compressed.
         compressed: whether it travels compressed in this step.
         group: name of the first tensor of the group that travels together; its own where it travels alone.
     """
 
     name: str
     elements: int
+    compressible: bool
     compressed: bool
     group: str
 
@@ -112,18 +114,18 @@ def _difference_of(tensor: dict, others: dict, first: dict, other: dict, rank: i
     if tensor["elements"] != others["elements"]:
         return (f"has {tensor['elements']} elements on rank 0 and {others['elements']} on rank {rank}: build the same "
                 "model on every rank")
-    if tensor["compressed"] != others["compressed"]:
-        yes, no = (0, rank) if tensor["compressed"] else (rank, 0)
-        what = f"({tensor['elements']} elements) is compressed by rank {yes} and not by rank {no}: "
-        for setting in ("min_elements", "warmup_steps"):
+    for decision, setting in (("compressible", "min_elements"), ("compressed", "warmup_steps")):
+        if tensor[decision] != others[decision]:
+            yes, no = (0, rank) if tensor[decision] else (rank, 0)
+            what = f"({tensor['elements']} elements) is compressed by rank {yes} and not by rank {no}: "
             if first[setting] != other[setting]:
                 return (f"{what}{setting} is {first[setting]} on rank 0 and {other[setting]} on rank {rank}; give "
                         "every rank the same")
-        return (f"{what}rank {no} is still in its uncompressed steps; load states of the same step on every rank, or "
-                "call residuals_of(optimizer).forget_levels() on every rank")
+            return (f"{what}rank {no} is still in its uncompressed steps; load states of the same step on every rank, "
+                    "or call residuals_of(optimizer).forget_levels() on every rank")
     if tensor["group"] != others["group"]:
-        return (f"is exchanged in the group of {tensor['group']!r} on rank 0 and in that of {others['group']!r} on rank "
-                f"{rank}: form the same groups on every rank")
+        return (f"is exchanged in the group of {tensor['group']!r} on rank 0 and in that of {others['group']!r} on "
+                f"rank {rank}: form the same groups on every rank")
     return None
 
 

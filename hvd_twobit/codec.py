@@ -20,7 +20,7 @@ from . import kernels, payload
 from .config import TwoBitConfig
 from .errors import PayloadError, ResidualError
 from .levels import levels_of
-from .residuals import ResidualRegistry, TensorState
+from .residuals import ResidualRegistry
 
 
 @dataclasses.dataclass(frozen=True)

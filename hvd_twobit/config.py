@@ -26,7 +26,7 @@ DEFAULT_MIN_ELEMENTS = 1024
 """Tensors with fewer elements (biases, norms) travel uncompressed: their bytes do not count, their precision does."""
 
 DEFAULT_BLOCK_ELEMENTS = 1024
-"""Consecutive elements that share an adaptive level; its table takes 8 bytes, 3 % of their codes. See docs/design.md."""
+"""Consecutive elements that share an adaptive level; its table takes 8 bytes, 3 % of their codes."""
 
 _BLOCK_GRANULE = 16  # Blocks are whole words of packed codes.
 

@@ -193,9 +193,9 @@ def _check_table(table: np.ndarray, layout: Layout, tensor: str) -> None:
     bad = ~((sums >= 0) & (sums <= np.finfo(np.float32).max) & (counts <= layout.block_elements))
     if bad.any():
         rank, block = np.argwhere(bad)[0]
-        raise PayloadError(f"tensor {tensor!r}: the payload of rank {rank} has a block table that says of block {block} "
-                           f"a selected_sum of {sums[rank, block]} over {counts[rank, block]} elements: not possible, "
-                           "bytes are damaged")
+        raise PayloadError(f"tensor {tensor!r}: the payload of rank {rank} has a block table that says of block "
+                           f"{block} a selected_sum of {sums[rank, block]} over {counts[rank, block]} elements: not "
+                           "possible, bytes are damaged")
 
 
 def _wrong_length(gathered: np.ndarray, ranks: int, layout: Layout, tensor: str) -> PayloadError:

@@ -5,12 +5,14 @@ The registry knows nothing of codes or ranks; ``codec`` is what changes a tensor
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from . import checkpoint
 from .errors import ResidualError
 from .levels import HIGHEST, LOWEST, within_limits
 from .statistics import TensorSummary, euclidean_norm
@@ -198,9 +200,26 @@ class ResidualRegistry:
             for name, residual in residuals.items():
                 self._tensors.setdefault(name, TensorState(residual.shape))
             for name, known in self._tensors.items():
-                residual = residuals[name].reshape(-1) if name in residuals else None
-                known.replace(residual, levels.get(name), counters.get(name, 0))
+                loaded = residuals[name].reshape(-1) if name in residuals else None
+                known.replace(loaded, levels.get(name), counters.get(name, 0))
             self.loss_scale = float(state["loss_scale"]) if "loss_scale" in state else None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write ``state_dict()`` to a file of this name (npz); each rank needs a name of its own.
+
+        Raises:
+            OSError: the file cannot be written; one that was there is untouched.
+        """
+        checkpoint.write(path, self.state_dict())
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace everything by what ``save`` wrote.
+
+        Raises:
+            OSError: there is no such file.
+            ResidualError: the file is not one of ``save``, or see ``load_state_dict``. Then nothing is changed.
+        """
+        self.load_state_dict(checkpoint.read(path))
 
     def _checked(self, state: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, int]]:
         if not isinstance(state, Mapping) or set(state) - {"loss_scale"} != _STATE_KEYS:
@@ -212,7 +231,8 @@ class ResidualRegistry:
                                 f"version {STATE_FORMAT_VERSION}: load it with the version that saved it")
         loss_scale = np.asarray(state.get("loss_scale", 1.0))
         if loss_scale.shape or loss_scale.dtype.kind not in "fiu" or not 0 < loss_scale < np.inf:
-            raise ResidualError(f"the state has a loss scale of {state['loss_scale']!r}, not a finite number above zero")
+            raise ResidualError(f"the state has a loss scale of {state['loss_scale']!r}, not a finite number above "
+                                "zero")
         residuals = {name: self._checked_residual(name, value) for name, value in state["residuals"].items()}
         levels = {name: _checked_levels(name, value) for name, value in state["levels"].items()}
         counters = {name: _checked_counter(name, value) for name, value in state["uncompressed_steps"].items()}

@@ -57,6 +57,11 @@ class TensorSummary:
         """Norm of the residual in relation to the gradient's; 0 where the gradient is zero."""
         return self.residual_norm / self.gradient_norm if self.gradient_norm else 0.0
 
+    def scalars(self) -> dict[str, float]:
+        """All numbers by name, for TensorBoard and the like; without the level while there is none."""
+        numbers = {**dataclasses.asdict(self), "residual_ratio": self.residual_ratio}
+        return {name: float(number) for name, number in numbers.items() if number is not None}
+
 
 class TensorStatistics:
     """Counts and samples of one tensor."""

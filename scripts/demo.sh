@@ -1,29 +1,35 @@
 #!/usr/bin/env bash
-# Trains the same model three times on two ranks of this machine, then compares the runs. Arguments are passed on to
-# the example.
+# Trains the same CNN with PyTorch and with Keras, three times each, on two ranks of this machine, then compares the
+# runs. Arguments are passed on to both examples.
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
 export PATH=$PWD/.venv/bin:$PATH
-# horovodrun loads TensorFlow, which otherwise tells about its CPU features.
+# TensorFlow, which horovodrun loads too, otherwise tells about its CPU features.
 export TF_CPP_MIN_LOG_LEVEL=2
 
 # Ranks write to a pipe of horovodrun's, so only here is known whether someone watches.
 bar=()
 if [ -t 2 ]; then bar=(--progress-bar); fi
 
+runs=()
 run() {
-    local name=$1 what=$2
-    shift 2
+    local example=$1 name=$2 what=$3
+    shift 3
+    runs+=("results/$name.json")
     echo
-    echo "$what: pytorch_digits.py $*"
-    horovodrun --gloo -np 2 python examples/pytorch/pytorch_digits.py "$@" --output "results/$name.json" \
-        "${bar[@]}" < /dev/null
+    echo "${#runs[@]}/6 $what: $(basename "$example") $*"
+    horovodrun --gloo -np 2 python "examples/$example" "$@" --output "results/$name.json" "${bar[@]}" < /dev/null
 }
 
-rm -f results/{uncompressed,fp16,twobit}.json results/loss.png
-run uncompressed "1/3 uncompressed" "$@"
-run fp16 "2/3 fp16" --fp16-allreduce "$@"
-run twobit "3/3 TwoBit" --twobit-allreduce "$@"
+pytorch=pytorch/pytorch_digits.py
+keras=tensorflow2/tensorflow2_keras_digits.py
+rm -f results/{pytorch,keras}_{uncompressed,fp16,twobit}.json results/loss.png
+run $pytorch pytorch_uncompressed "PyTorch, uncompressed" "$@"
+run $pytorch pytorch_fp16 "PyTorch, fp16" --fp16-allreduce "$@"
+run $pytorch pytorch_twobit "PyTorch, TwoBit" --twobit-allreduce "$@"
+run $keras keras_uncompressed "Keras, uncompressed" "$@"
+run $keras keras_fp16 "Keras, fp16" --fp16-allreduce "$@"
+run $keras keras_twobit "Keras, TwoBit" --twobit-allreduce "$@"
 echo
-python examples/report.py results/{uncompressed,fp16,twobit}.json --png results/loss.png
+python examples/report.py "${runs[@]}" --png results/loss.png

@@ -37,9 +37,8 @@ def horovodrun(np_ranks: int, command: list[str], environment: dict[str, str] | 
     """
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
                    **(environment or {})}
-    launcher = pathlib.Path(sys.executable).with_name("horovodrun")
-    process = subprocess.Popen([str(launcher), "--gloo", "-np", str(np_ranks), *command], env=environment,
-                               cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    process = subprocess.Popen([sys.executable, "-m", "tests.horovodrun", "--gloo", "-np", str(np_ranks), *command],
+                               env=environment, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -59,11 +58,11 @@ def _of_ranks(output: str) -> str:
 
 
 def run_ranks(np_ranks: int, function: str, environment: dict[str, str] | None = None, framework: str = "torch",
-              **arguments: Any) -> list[Any]:
+              timeout_s: float = TIMEOUT_S, **arguments: Any) -> list[Any]:
     """Call ``module:function(**arguments)`` on every rank; the results in rank order."""
     with tempfile.TemporaryDirectory(prefix="hvd_twobit_") as folder:
         horovodrun(np_ranks, [sys.executable, "-m", "tests.launcher", folder, framework, function,
-                              json.dumps(arguments)], environment)
+                              json.dumps(arguments)], environment, timeout_s)
         return [_load(pathlib.Path(folder, f"{rank}")) for rank in range(np_ranks)]
 
 

@@ -69,7 +69,8 @@ class SimulatedAdaptiveTensor:
             self.observe(summed, scale)
             return summed
         levels = np.array(self.levels, np.float32)
-        quantizer = kernels.Quantizer(self._block_elements, levels / 2, -levels / 2, levels, -levels)
+        threshold = levels * np.float32(0.6)
+        quantizer = kernels.Quantizer(self._block_elements, threshold, -threshold, levels, -levels)
         pairs = np.array([np.stack([levels, -levels], axis=1)] * len(gradients))
         out, selected = _exchange([quantizer] * len(gradients), pairs, self.residuals, gradients, scale)
         if received:

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from typing import Any
 
-from hvd_twobit.agreement import NBYTES, Statement, difference
+from hvd_twobit.agreement import NBYTES, Exchanged, Statement, difference
+from hvd_twobit.config import TwoBitConfig
 
-BASE = Statement(1024, (("bias", 10, False), ("weight", 4096, True)))
+BIAS, WEIGHT = Exchanged("bias", 10, False, False, "bias"), Exchanged("weight", 4096, True, True, "weight")
+
+
+def statement(*tensors: Exchanged, **arguments: Any) -> Statement:
+    return Statement.of(TwoBitConfig.from_arguments(**{"threshold": 0.5, **arguments}), tensors)
+
+
+def changed(tensor: Exchanged, **values: Any) -> Exchanged:
+    return dataclasses.replace(tensor, **values)
+
+
+BASE = statement(BIAS, WEIGHT)
 
 
 def test_a_digest_has_32_bytes() -> None:
     assert len(BASE.digest) == NBYTES == 32
 
 
-def test_min_elements_alone_does_not_matter_where_it_decides_the_same() -> None:
-    assert Statement(2048, BASE.tensors).digest == BASE.digest
+def test_the_order_of_tensors_does_not_matter() -> None:
+    assert statement(WEIGHT, BIAS) == BASE
 
 
-def test_another_decision_another_size_or_another_name_changes_the_digest() -> None:
-    others = [Statement(0, (("bias", 10, True), ("weight", 4096, True))),
-              Statement(1024, (("bias", 11, False), ("weight", 4096, True))),
-              Statement(1024, (("biaz", 10, False), ("weight", 4096, True))),
-              Statement(1024, (("weight", 4096, True),))]
-    assert len({statement.digest for statement in [BASE, *others]}) == 5
+def test_settings_do_not_matter_where_they_decide_the_same() -> None:
+    assert statement(BIAS, WEIGHT, min_elements=2048, warmup_steps=3, threshold=0.1).digest == BASE.digest
+
+
+def test_whatever_changes_a_collective_changes_the_digest() -> None:
+    others = [statement(changed(BIAS, compressible=True), WEIGHT), statement(BIAS, changed(WEIGHT, compressed=False)),
+              statement(changed(BIAS, elements=11), WEIGHT),
+              statement(changed(BIAS, name="biaz"), WEIGHT), statement(WEIGHT),
+              statement(BIAS, changed(WEIGHT, group="bias")), statement(BIAS, WEIGHT, threshold="auto"),
+              statement(BIAS, WEIGHT, threshold="auto", block_elements=512)]
+    assert len({other.digest for other in [BASE, *others]}) == 9
 
 
 def told(*statements: Statement) -> str:
@@ -30,19 +49,44 @@ def told(*statements: Statement) -> str:
 
 
 def test_another_min_elements_is_told_with_tensor_ranks_and_values() -> None:
-    other = Statement(0, (("bias", 10, True), ("weight", 4096, True)))
+    other = statement(changed(BIAS, compressible=True), WEIGHT, min_elements=0)
     assert told(BASE, BASE, other) == ("tensor 'bias' (10 elements) is compressed by rank 2 and not by rank 0: "
                                        "min_elements is 1024 on rank 0 and 0 on rank 2; give every rank the same")
     assert "compressed by rank 0 and not by rank 1" in told(other, BASE)
 
 
+def test_another_warm_up_is_told() -> None:
+    assert told(BASE, statement(BIAS, changed(WEIGHT, compressed=False), warmup_steps=5)) == (
+        "tensor 'weight' (4096 elements) is compressed by rank 0 and not by rank 1: warmup_steps is 0 on rank 0 and 5 "
+        "on rank 1; give every rank the same")
+
+
+def test_another_progress_of_the_warm_up_is_told() -> None:
+    assert told(statement(BIAS, changed(WEIGHT, compressed=False)), BASE) == (
+        "tensor 'weight' (4096 elements) is compressed by rank 1 and not by rank 0: rank 0 is still in its "
+        "uncompressed steps; load states of the same step on every rank, or call "
+        "residuals_of(optimizer).forget_levels() on every rank")
+
+
+def test_adaptive_levels_on_one_rank_only_are_told() -> None:
+    assert told(BASE, statement(BIAS, WEIGHT, threshold="auto")) == (
+        'rank 0 has a fixed threshold and rank 1 has threshold="auto" with block_elements=1024: give TwoBit the same '
+        "arguments on every rank")
+
+
+def test_another_group_is_told() -> None:
+    assert told(BASE, statement(BIAS, changed(WEIGHT, group="bias"))) == (
+        "tensor 'weight' is exchanged in the group of 'weight' on rank 0 and in that of 'bias' on rank 1: form the "
+        "same groups on every rank")
+
+
 def test_another_size_is_told() -> None:
-    assert told(BASE, Statement(1024, (("bias", 12, False), ("weight", 4096, True)))) == (
+    assert told(BASE, statement(changed(BIAS, elements=12), WEIGHT)) == (
         "tensor 'bias' has 10 elements on rank 0 and 12 on rank 1: build the same model on every rank")
 
 
 def test_a_missing_tensor_is_told_whichever_rank_lacks_it() -> None:
-    short = Statement(1024, (("weight", 4096, True),))
+    short = statement(WEIGHT)
     assert told(BASE, short).startswith("tensor 'bias' is exchanged by rank 0 and not by rank 1")
     assert told(short, BASE).startswith("tensor 'bias' is exchanged by rank 1 and not by rank 0")
 
@@ -54,5 +98,5 @@ def test_another_version_is_told() -> None:
 
 
 def test_names_with_line_breaks_do_not_break_the_statement() -> None:
-    odd = Statement(0, (("a\nb\u2028", 1, True),))
-    assert "'a\\nb" in told(odd, Statement(0, (("a\nb\u2028", 2, True),)))
+    odd = Exchanged("a\nb\u2028", 1, True, True, "a")
+    assert "'a\\nb" in told(statement(odd), statement(changed(odd, elements=2)))

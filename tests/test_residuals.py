@@ -159,13 +159,57 @@ def test_a_step_that_counts_is_not_undone_with_the_next_one() -> None:
     assert state.residual.tolist() == [3, 3]
 
 
-def test_a_state_survives_numpys_npz_as_readme_tells(registry: ResidualRegistry, tmp_path: pathlib.Path) -> None:
-    np.savez(tmp_path / "residuals_0.npz", **registry.state_dict()["residuals"])
+def test_a_saved_file_brings_back_the_same_bits(registry: ResidualRegistry, tmp_path: pathlib.Path) -> None:
+    registry.tensor("a", (2, 3)).replace(registry["a"].reshape(-1), np.array([0.1], np.float32), 3)
+    registry.follow_loss_scale(8.0)
+    registry.save(tmp_path / "residuals_0.npz")
     other = ResidualRegistry()
-    with np.load(tmp_path / "residuals_0.npz") as saved:
-        other.load_state_dict(state_of(dict(saved)))
+    other.load(tmp_path / "residuals_0.npz")
     for name in registry:
         np.testing.assert_array_equal(other[name], registry[name])
+    assert other.tensor("a", (2, 3)).levels == np.float32(0.1) * 8 and other.loss_scale == 8.0
+    assert other.tensor("a", (2, 3)).uncompressed_steps == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["residuals_0.npz"]
+
+
+def test_names_may_be_any_text(tmp_path: pathlib.Path) -> None:
+    registry = ResidualRegistry()
+    for name in ("dense/kernel:0", "residuals/x", "file", "ä b"):
+        registry.residual(name, (2,))[:] = len(name)
+    registry.save(tmp_path / "r.npz")
+    other = ResidualRegistry()
+    other.load(tmp_path / "r.npz")
+    assert other.norms() == registry.norms()
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(registry: ResidualRegistry, tmp_path: pathlib.Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.npz"
+    registry.save(path)
+    before = path.read_bytes()
+    registry.scale(2.0)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        registry.save(path)
+    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"not a file of numpy", b"PK\x03\x04 broken", b"\x93NUMPY\x01\x00"])
+def test_another_file_is_refused_by_name(content: bytes, registry: ResidualRegistry, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "r.npz").write_bytes(content)
+    with pytest.raises(ResidualError, match="r.npz is not a file of residuals"):
+        registry.load(tmp_path / "r.npz")
+    assert registry.norms() == {"a": 5.0, "b": 2.0}
+
+
+def test_a_pickle_is_never_loaded(registry: ResidualRegistry, tmp_path: pathlib.Path) -> None:
+    np.savez(tmp_path / "r.npz", **{"format_version": 1, "residuals/a": np.array([print], object)})
+    with pytest.raises(ResidualError, match="is not a file of residuals: Object arrays cannot be loaded"):
+        registry.load(tmp_path / "r.npz")
 
 
 def test_loading_replaces_everything(registry: ResidualRegistry) -> None:

@@ -13,13 +13,18 @@ import pytest
 
 from hvd_twobit.errors import UnsupportedHorovodError
 
-from .launcher import REPOSITORY, run_ranks
+from .launcher import REPOSITORY
+from .tensorflow_job import results_of, waits_for_the_job
+
+pytestmark = waits_for_the_job
 
 UNSUPPORTED = r"UnsupportedOperationError: TwoBit cannot be used with op=hvd\.{}: two-bit codes can be summed"
 DISAGREE = r"DisagreementError: ranks do not agree on what to exchange, seen by rank {rank}: "
 BIAS = DISAGREE + (r"tensor '(bias|dense/bias):0' \(40 elements\) is compressed by rank 0 and not by rank 1: "
                    r"min_elements is 0 on rank 0 and 1024 on rank 1; give every rank the same")
 JIT_COMPILE = "UnsupportedOperationError: jit_compile=True compiles the training step with XLA, and Horovod's"
+KERAS_3 = (r"UnsupportedOperationError: {} is an optimizer of Keras 3\.[\d.]+, .* every rank would train on its own\. "
+           r"Set TF_USE_LEGACY_KERAS=1 .* or use TensorFlow 2\.15")
 MESSAGES = {
     "adasum": UNSUPPORTED.format("Adasum"),
     "adasum_optimizer": UNSUPPORTED.format("Adasum"),
@@ -34,12 +39,20 @@ MESSAGES = {
     "variables_in_a_list_as_an_argument": r"ConfigError: variable 'a:0' is the argument 'listed.*' of a tf\.function",
     "jit_compile_in_fit": JIT_COMPILE,
     "jit_compile_of_a_function": JIT_COMPILE,
-    "keras_3": r"UnsupportedOperationError: SGD is an optimizer of Keras 3\.0\.5, .* every rank would train on its own"
-               r"\. Set TF_USE_LEGACY_KERAS=1",
+    "keras_3": KERAS_3.format("SGD"),
+    "keras_3_by_horovod_tensorflow": KERAS_3.format("SGD"),
+    "keras_3_in_mixed_precision": KERAS_3.format(r"LossScaleOptimizer\w*"),
+    "keras_3_model_loaded": KERAS_3.format("SGD"),
+    "keras_3_variables_on_a_tape": r"UnsupportedOperationError: source 'a' of the tape is a Variable of Keras 3\.[\d.]+"
+                                   r", .*\[variable\.value for variable in model\.trainable_variables\]",
     "another_min_elements": BIAS,
     "another_min_elements_in_a_function": BIAS,
     "another_min_elements_in_a_group": BIAS,
     "another_min_elements_in_fit": BIAS,
+    "auto_on_one_rank": DISAGREE + 'rank 0 has a fixed threshold and rank 1 has threshold="auto"',
+    "other_groups_on_one_rank": DISAGREE + r"tensor 'b:0' is exchanged in the group of 'b:0' on rank 0 and in that of "
+                                           r"'a:0' on rank 1",
+    "levels_of_another_step": r"PayloadError: tensor 'weight:0': the payload of rank \d has a levels_checksum of 0x\w+",
     "no_gradient_on_one_rank": DISAGREE + r"tensor 'b:0' is exchanged by rank 0 and not by rank 1",
     "another_shape_on_one_rank": DISAGREE + r"tensor 'a:0' has 10 elements on rank 0 and 11 on rank 1",
     "another_size_of_unknown_shape": DISAGREE + r"tensor 'a:0' has 10 elements on rank 0 and 11 on rank 1",
@@ -47,17 +60,27 @@ MESSAGES = {
     "another_shape_under_a_known_name": r"ResidualError: tensor 'a:0' has shape \(11,\), but its residual was kept",
 }
 
+IN_A_GRAPH = {"another_min_elements": "DisagreementError", "another_min_elements_in_fit": "DisagreementError",
+              "another_version_of_payload": "PayloadError", "another_shape_under_a_known_name": "ResidualError"}
+
 
 @pytest.fixture(scope="module")
 def told() -> list[dict[str, str]]:
     """What each of two real ranks was told in every scenario."""
-    return run_ranks(2, "tests.scenarios.tensorflow_bad_input:run", framework="tensorflow")
+    return results_of(2, "bad_input")
 
 
 @pytest.mark.parametrize("scenario", MESSAGES)
 def test_every_rank_is_told_what_is_wrong(scenario: str, told: list[dict[str, str]]) -> None:
     for rank, messages in enumerate(told):
         assert re.search(MESSAGES[scenario].replace("{rank}", str(rank)), messages[scenario]), messages[scenario]
+
+
+def test_tensorflow_wraps_what_a_running_graph_raises_and_the_text_names_our_error(told: list[dict[str, str]]) -> None:
+    for messages in told:
+        for scenario, error in IN_A_GRAPH.items():
+            wrapped, _, text = messages[scenario].partition(": ")
+            assert wrapped in ("UnknownError", "InvalidArgumentError") and f"{error}: " in text, messages[scenario]
 
 
 def test_elastic_training_does_not_take_a_mistake_for_a_lost_rank(told: list[dict[str, str]]) -> None:

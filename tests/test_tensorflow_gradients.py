@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
+import numpy as np
 import pytest
 
-from .launcher import run_ranks
 from .scenarios import tensorflow_gradients as scenario
 from .simulation import assert_same_bits
+from .tensorflow_job import results_of, waits_for_the_job
 
-# Keras's ways to call the exchange do not depend on the number of ranks: their variants run on two only, to save time.
-CASES = [(ranks, name) for ranks in (2, 4) for name in scenario.CONFIGURATIONS
-         if ranks == 2 or not name.startswith("Keras's fit, ")]
+CASES = [(ranks, name) for ranks in (2, 4) for name in scenario.CONFIGURATIONS]
 by_case = pytest.mark.parametrize(("ranks", "name"), CASES, ids=[f"{ranks} ranks-{name}" for ranks, name in CASES])
-
-
-@functools.lru_cache
-def results_of(ranks: int) -> list[Any]:
-    """Every configuration in one job of so many ranks, started once; per rank."""
-    return run_ranks(ranks, "tests.scenarios.tensorflow_gradients:run", framework="tensorflow",
-                     environment={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
-                     names=[name for number, name in CASES if number == ranks])
+pytestmark = waits_for_the_job
 
 
 @by_case
 def test_gradients_equal_the_simulation_of_all_ranks_for_20_steps(ranks: int, name: str) -> None:
-    for rank, result in enumerate(exchanging(name, results_of(ranks))):
+    for rank, result in enumerate(exchanging(name, results_of(ranks, "gradients"))):
         result = result[name]
-        steps, residuals = scenario.expected(name, ranks, rank)
+        steps, tensors = scenario.expected(name, ranks, rank)
         assert len(result["steps"]) == len(steps)
         for number, (found, wanted) in enumerate(zip(result["steps"], steps)):
             for key in found:
                 assert_same_bits(found[key], wanted[key], f"step {number}, rank {rank}, {key}")
             recorded = {key.partition(" ")[0] for key in found}
             assert found.keys() == {key for key in wanted if key.partition(" ")[0] in recorded} and "weight" in recorded
-        assert result["residuals"].keys() == residuals.keys()
-        for tensor, wanted in residuals.items():
-            assert_same_bits(result["residuals"][tensor].reshape(-1), wanted, f"residual {tensor}, rank {rank}")
+        scale = np.float32(result["loss_scale"] if scenario.CONFIGURATIONS[name].dynamic else 1)
+        assert result["residuals"].keys() == tensors.keys()
+        assert result["levels"].keys() == {tensor for tensor in tensors if len(tensors[tensor].levels)}
+        for tensor, found in result["residuals"].items():
+            assert_same_bits(found.reshape(-1) / scale, tensors[tensor].residuals[rank], f"residual {tensor}, {rank}")
+        for tensor, found in result["levels"].items():
+            assert_same_bits(found / scale, np.array(tensors[tensor].levels), f"levels {tensor}, {rank}")
 
 
 @by_case
 def test_all_ranks_hold_identical_weights_afterwards(ranks: int, name: str) -> None:
-    first, *others = [result[name]["steps"][-1] for result in exchanging(name, results_of(ranks))]
+    first, *others = [result[name]["steps"][-1] for result in exchanging(name, results_of(ranks, "gradients"))]
     for other in others:
         for key in first:
             if key.startswith("weight") and key != f"weight {scenario.CONFIGURATIONS[name].local}":

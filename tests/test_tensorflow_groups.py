@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from hvd_twobit.tensorflow.exchange import groups_of
+from hvd_twobit.tensorflow.plan import groups_of
 
 VARIABLES = [tf.Variable(0.0, name="same") for _ in range(5)]
 

@@ -8,12 +8,15 @@ import pytest
 
 from .launcher import run_ranks
 from .simulation import assert_same_bits
+from .tensorflow_job import results_of, waits_for_the_job
+
+pytestmark = waits_for_the_job
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """What every scenario returned, per rank of two."""
-    return run_ranks(2, "tests.scenarios.tensorflow_variables:run", framework="tensorflow")
+    return results_of(2, "variables")
 
 
 @pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])

@@ -35,6 +35,15 @@ MESSAGES = {
                             r"elements\) is compressed by rank 0 and not by rank 1: min_elements is 0 on rank 0 and "
                             r"1024 on rank 1; give every rank the same",
     "another_min_elements_in_a_group": r"DisagreementError: .* tensor 'in_a_group\.bias' \(40 elements\) is compressed",
+    "auto_on_one_rank": r'DisagreementError: .* rank 0 has a fixed threshold and rank 1 has threshold="auto"',
+    "other_blocks_on_one_rank": r'DisagreementError: .* rank 0 has threshold="auto" with block_elements=16 and rank 1 '
+                                r'has threshold="auto" with block_elements=32',
+    "another_warm_up": r"DisagreementError: .* tensor 'another_warm_up\.weight' \(1200 elements\) is compressed by "
+                       r"rank 0 and not by rank 1: warmup_steps is 0 on rank 0 and 1 on rank 1",
+    "levels_of_another_step": r"PayloadError: tensor 'levels_of_another_step\.weight': the payload of rank \d has a "
+                              r"levels_checksum of 0x\w+, this rank's levels have 0x\w+",
+    "other_groups_on_one_rank": r"DisagreementError: .* tensor 'other_groups\.b' is exchanged in the group of "
+                                r"'other_groups\.b' on rank 0 and in that of 'other_groups\.a' on rank 1",
     "frozen_on_one_rank": r"DisagreementError: .* tensor 'frozen\.b' is exchanged by rank 0 and not by rank 1",
     "another_shape_on_one_rank": r"DisagreementError: .* tensor 'another_shape\.a' has 10 elements on rank 0 and 11 on",
 }

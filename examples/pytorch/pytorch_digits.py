@@ -13,7 +13,6 @@ import time
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
-from sent_bytes import SentBytes
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
+from hvd_twobit.bench.sent_bytes import SentBytes
 from hvd_twobit.torch import TwoBit
 
 
@@ -41,6 +41,10 @@ class Net(nn.Module):
         return self.fc2(x)
 
 
+def threshold(text):
+    return text if text == "auto" else float(text)
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(description="PyTorch digits example",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -52,9 +56,8 @@ def parse_arguments():
     compression = parser.add_mutually_exclusive_group()
     compression.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
     compression.add_argument("--twobit-allreduce", action="store_true", help="send gradients as two bits an element")
-    # The loss is a mean over the batch, so gradients are far smaller than the sums over it that 0.5 was made for.
-    # Of 0.002, 0.003, 0.005, 0.01, 0.02 and 0.05, 0.02 had the best test loss, mean of two seeds.
-    parser.add_argument("--twobit-threshold", type=float, default=0.02, help="what two bits stand for, plus or minus")
+    parser.add_argument("--twobit-threshold", type=threshold, default="auto",
+                        help="what two bits stand for, plus or minus: a number, or auto for levels that adapt")
     parser.add_argument("--progress-bar", action="store_true",
                         help="draw a progress bar though the output is no terminal (horovodrun's is)")
     parser.add_argument("--output", type=pathlib.Path, help="write what was measured to this JSON file")
@@ -115,7 +118,7 @@ def main():
     # Horovod: wrap optimizer with DistributedOptimizer.
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
 
-    sent = SentBytes()
+    sent = SentBytes("torch")
     history = []
     # Horovod: show progress on rank 0 only.
     live = first and (args.progress_bar or sys.stderr.isatty())
@@ -151,8 +154,8 @@ def main():
     if first and args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         parameters = sum(p.numel() for p in model.parameters())
-        measured = {"ranks": hvd.size(), "parameters": parameters, "steps_per_epoch": len(loader),
-                    "arguments": vars(args), "epochs": history}
+        measured = {"front_end": "PyTorch", "ranks": hvd.size(), "parameters": parameters,
+                    "steps_per_epoch": len(loader), "arguments": vars(args), "epochs": history}
         args.output.write_text(json.dumps(measured, indent=1, default=str) + "\n")
     # Horovod: end together, so that no rank takes another's end for a failure.
     hvd.barrier()

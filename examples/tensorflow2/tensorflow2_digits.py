@@ -12,10 +12,10 @@ import time
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from sent_bytes import SentBytes
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+from hvd_twobit.bench.sent_bytes import SentBytes
 from hvd_twobit.tensorflow import TwoBit
 
 
@@ -31,6 +31,10 @@ def make_model():
     ])
 
 
+def threshold(text):
+    return text if text == "auto" else float(text)
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(description="TensorFlow 2 digits example",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -42,8 +46,8 @@ def parse_arguments():
     compression = parser.add_mutually_exclusive_group()
     compression.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
     compression.add_argument("--twobit-allreduce", action="store_true", help="send gradients as two bits an element")
-    # The loss is a mean over the batch, so gradients are far smaller than the sums over it that 0.5 was made for.
-    parser.add_argument("--twobit-threshold", type=float, default=0.01, help="what the bits stand for, plus or minus")
+    parser.add_argument("--twobit-threshold", type=threshold, default="auto",
+                        help="what two bits stand for, plus or minus: a number, or auto for levels that adapt")
     parser.add_argument("--output", type=pathlib.Path, help="write what was measured to this JSON file")
     return parser.parse_args()
 
@@ -99,7 +103,7 @@ def main():
     hvd.broadcast_variables(model.variables, root_rank=0)
     hvd.broadcast_variables(optimizer.variables, root_rank=0)
 
-    sent = SentBytes()
+    sent = SentBytes("tensorflow")
     history = []
     for epoch in range(1, args.epochs + 1):
         losses, seconds, sent_before = [], [], sent.total
@@ -123,9 +127,9 @@ def main():
 
     if first and args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps({"ranks": hvd.size(), "parameters": model.count_params(),
-                                           "steps_per_epoch": steps, "arguments": vars(args), "epochs": history},
-                                          indent=1, default=str) + "\n")
+        measured = {"front_end": "TensorFlow", "ranks": hvd.size(), "parameters": model.count_params(),
+                    "steps_per_epoch": steps, "arguments": vars(args), "epochs": history}
+        args.output.write_text(json.dumps(measured, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,17 +5,20 @@
 
 import argparse
 import json
+import math
 import pathlib
 import statistics
+import sys
 import time
 
 import horovod.tensorflow.keras as hvd
 import numpy as np
 import tensorflow as tf
-from sent_bytes import SentBytes
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
+from tqdm import tqdm
 
+from hvd_twobit.bench.sent_bytes import SentBytes
 from hvd_twobit.keras import TwoBit
 
 
@@ -31,6 +34,10 @@ def make_model():
     ])
 
 
+def threshold(text):
+    return text if text == "auto" else float(text)
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(description="TensorFlow 2 Keras digits example",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -42,8 +49,10 @@ def parse_arguments():
     compression = parser.add_mutually_exclusive_group()
     compression.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
     compression.add_argument("--twobit-allreduce", action="store_true", help="send gradients as two bits an element")
-    # The loss is a mean over the batch, so gradients are far smaller than the sums over it that 0.5 was made for.
-    parser.add_argument("--twobit-threshold", type=float, default=0.01, help="what the bits stand for, plus or minus")
+    parser.add_argument("--twobit-threshold", type=threshold, default="auto",
+                        help="what two bits stand for, plus or minus: a number, or auto for levels that adapt")
+    parser.add_argument("--progress-bar", action="store_true",
+                        help="draw a progress bar though the output is no terminal (horovodrun's is)")
     parser.add_argument("--output", type=pathlib.Path, help="write what was measured to this JSON file")
     return parser.parse_args()
 
@@ -81,10 +90,30 @@ class Measure(tf.keras.callbacks.Callback):
             "test_accuracy": float(logs["val_accuracy"]),
             "bytes_sent_per_step": (self.sent_after - self.sent_before) / len(self.seconds),
             "seconds_per_step": statistics.median(self.seconds)})
-        # Horovod: print output only on first rank.
-        if hvd.rank() == 0:
+
+
+class Progress(tf.keras.callbacks.Callback):
+    """Shows how training goes: a bar, or a line per epoch."""
+
+    def __init__(self, live):
+        super().__init__()
+        self.live = live
+
+    def on_train_begin(self, logs=None):
+        self.bar = tqdm(total=self.params["epochs"] * self.params["steps"], disable=not self.live, ncols=64,
+                        file=sys.stderr, unit="step")
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.bar.update()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.bar.set_postfix_str(f"loss {logs['loss']:.3f}")
+        if not self.live:
             print(f"epoch {epoch + 1:2}/{self.params['epochs']}  train loss {logs['loss']:.4f}  "
                   f"test loss {logs['val_loss']:.4f}  test accuracy {logs['val_accuracy']:.4f}", flush=True)
+
+    def on_train_end(self, logs=None):
+        self.bar.close()
 
 
 def main():
@@ -99,7 +128,7 @@ def main():
     (train_x, train_y), test = load_data()
     # Horovod: every rank trains on its share of the data.
     share = tf.data.Dataset.from_tensor_slices((train_x, train_y)).shard(hvd.size(), hvd.rank())
-    steps = len(train_x) // hvd.size() // args.batch_size
+    steps = math.ceil(len(train_x) / (hvd.size() * args.batch_size))
     train = share.repeat().shuffle(len(train_x), seed=args.seed).batch(args.batch_size)
 
     model = make_model()
@@ -116,7 +145,7 @@ def main():
     optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
     model.compile(optimizer, tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
 
-    measure = Measure(SentBytes())
+    measure = Measure(SentBytes("tensorflow"))
     callbacks = [
         # Horovod: broadcast initial variable states from rank 0 to all other processes.
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
@@ -124,13 +153,16 @@ def main():
         hvd.callbacks.MetricAverageCallback(),
         measure,
     ]
+    # Horovod: show progress on rank 0 only.
+    if hvd.rank() == 0:
+        callbacks.append(Progress(live=args.progress_bar or sys.stderr.isatty()))
     model.fit(train, steps_per_epoch=steps, epochs=args.epochs, validation_data=test, callbacks=callbacks, verbose=0)
 
     if hvd.rank() == 0 and args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps({"ranks": hvd.size(), "parameters": model.count_params(),
-                                           "steps_per_epoch": steps, "arguments": vars(args),
-                                           "epochs": measure.history}, indent=1, default=str) + "\n")
+        measured = {"front_end": "Keras", "ranks": hvd.size(), "parameters": model.count_params(),
+                    "steps_per_epoch": steps, "arguments": vars(args), "epochs": measure.history}
+        args.output.write_text(json.dumps(measured, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,9 +33,6 @@ SHAPES = [(2048, 4096), (4096,), (4096, 2048), (2048,), (2048, 2048), (2048,), (
           (2000,)]
 """A dense model of 25 million parameters."""
 
-THRESHOLD = 1.311
-"""About 19 % of standard normal gradients lie beyond plus or minus this."""
-
 LIMIT = 1.25
 WARM_UP_ROUNDS = 2
 _POLL_S = 0.005
@@ -159,7 +156,7 @@ def _torch(folder: pathlib.Path) -> None:
     for parameter, memory in zip(parameters, received):
         parameter.grad = memory
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(parameters, lr=1.0), compression=TwoBit(threshold=THRESHOLD),
+        torch.optim.SGD(parameters, lr=1.0), compression=TwoBit,
         named_parameters=[(f"parameter.{number}", parameter) for number, parameter in enumerate(parameters)])
 
     def exchange() -> float:
@@ -192,7 +189,7 @@ def _tensorflow(folder: pathlib.Path) -> None:
 
         with tf.GradientTape() as tape:
             loss = model(*[tf.convert_to_tensor(variable) for variable in variables])
-        tape = hvd.DistributedGradientTape(tape, compression=TwoBit(threshold=THRESHOLD))
+        tape = hvd.DistributedGradientTape(tape, compression=TwoBit)
         return tape.gradient(loss, variables)
 
     barrier = tf.function(lambda: hvd.allreduce(tf.random.uniform([1]), name="barrier"))

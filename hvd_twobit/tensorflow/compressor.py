@@ -19,8 +19,8 @@ class TwoBit(TwoBitParameters, Compressor):
 
     Pass the class itself, for its defaults, or an instance, to ``hvd.DistributedOptimizer(..., compression=TwoBit)`` or
     ``hvd.DistributedGradientTape(tape, compression=TwoBit)``. Each gradient element is sent as two bits that mean
-    "positive threshold", "negative threshold" or "nothing yet"; what they could not say is kept on the rank that
-    computed it and added to its next gradient. A rank sends 1/16 of the bytes of float32.
+    "plus the level", "minus the level" or "nothing yet"; what they could not say is kept on the rank that computed it
+    and added to its next gradient. A rank sends 1/16 of the bytes of float32, and levels 3 % more.
 
     Residuals (``residuals_of(optimizer_or_tape)``): an optimizer has its own. A tape is usually made anew at every
     step, so with tapes residuals belong to the variables: every tape that exchanges a variable with the same op,
@@ -28,24 +28,41 @@ class TwoBit(TwoBitParameters, Compressor):
     or an instance, eagerly or in a ``tf.function``, and they end with the variables. Sources of a tape that are not
     variables have no identity from step to step and travel uncompressed.
 
-    Tuning: the thresholds are in the unit of the gradient, and 0.5 is MXNet's default, where gradients are sums over
-    the batch. Keras's losses are means by default and their gradients much smaller: begin with about twice the mean
-    magnitude of your gradients. With a ``LossScaleOptimizer`` (mixed_float16) Horovod exchanges gradients while they
-    are scaled: multiply the thresholds by the loss scale and keep it fixed (``dynamic=False``), or let it be and call
-    ``residuals_of(optimizer).scale(new / old)`` when it changes.
+    Tuning: none, to begin with. Levels adapt to the gradient: each variable's gradient travels uncompressed in its
+    first exchange, then its levels, one per 1024 elements, follow it. ``warmup_steps`` prolongs the uncompressed
+    beginning. A fixed ``threshold`` is in the unit of the gradient and right for as long as gradients keep their size;
+    MXNet's 0.5 is for gradients that are sums over the batch. ``residuals_of(optimizer).stats()`` tells how compression
+    goes; ``hvd_twobit.keras.callbacks.TwoBitTensorBoard`` plots it.
+
+    Mixed precision: under a Keras ``LossScaleOptimizer`` gradients are exchanged while they are scaled, and residuals
+    and levels follow its scale. That is known from its ``get_scaled_loss`` and ``get_unscaled_gradients``, which Keras
+    calls itself, and a training loop of your own around ``tape.gradient``; where you scale a loss by other means, call
+    ``residuals_of(optimizer).scale(new / old)`` when the scale changes. An overflow on one rank reaches all: every rank
+    skips the step, and residuals are as they were before it, for which a copy of each is kept.
+
+    With Keras's optimizers Horovod 0.28.1 exchanges gradients in ``fit`` and ``minimize`` only: those that you hand to
+    ``apply_gradients`` have to come from a ``DistributedGradientTape``. Gradients of gradients do not pass through an
+    exchange.
 
     When not to use it: where the link carries a step's gradients in less time than the CPU takes to compress them,
     with one process (nothing is sent), with more than 16 ranks, where an allgather of two bits per element receives
     as many bytes as an fp16 allreduce, or with ``jit_compile=True``, which Horovod cannot do.
 
     Args:
-        threshold: short for ``positive_threshold=threshold, negative_threshold=-threshold``.
-        positive_threshold: > 0, default 0.5. Residuals at or above it are sent as this value.
-        negative_threshold: < 0, default -0.5. Residuals at or below it are sent as this value.
+        threshold: ``"auto"``, the default, for levels that adapt; or a number, short for
+            ``positive_threshold=threshold, negative_threshold=-threshold``.
+        positive_threshold: > 0; residuals at or above it are sent as this value. 0.5 where only the other is given.
+        negative_threshold: < 0; residuals at or below it are sent as this value. -0.5 where only the other is given.
         min_elements: tensors with fewer elements travel uncompressed (default 1024; 0 compresses all, as MXNet does).
+        warmup_steps: exchanges in which tensors travel uncompressed (default 0), with adaptive levels after the first.
+        block_elements: elements that share an adaptive level, a multiple of 16 (default 1024).
 
     Raises:
         ConfigError: an argument is unknown or its value cannot be used.
+        tf.errors.OpError: in a step. TensorFlow puts an error of ``hvd_twobit.errors`` that a running graph meets into
+            one of its own, with the whole text: look for ``DisagreementError: `` (ranks would send different
+            collectives), ``PayloadError: `` or ``ResidualError: `` in ``str(error)``, not for the type. Mistakes that
+            are known while a graph is built are raised as they are.
 
     Source: 2-bit compression of MXNet 1.9.1's kvstore; F. Seide et al., "1-Bit Stochastic Gradient Descent", 2014, for
     error feedback.

@@ -9,15 +9,15 @@ other, and so would wait for a tensor's collective before it encoded the next. T
 known in the step only, as TensorFlow would call a stateless function of constants, and the collective of its result,
 beforehand.
 
-Every step begins with the ranks' agreement (see ``agreement``). It depends on no gradient, so it is under way while
+Every exchange begins with the ranks' agreement (see ``agreement``). It depends on no gradient, so it is under way while
 the model computes, and every collective waits for it: ranks that would send different collectives are told so instead
-of waiting for each other.
+of waiting for each other. What is decided in the step (is a tensor's warm-up over? by how much is the loss scaled?) is
+decided there, and the graph has both ways.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -25,57 +25,17 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from horovod.common.util import split_list
 
-from ..agreement import NBYTES, Statement, disagreement
+from ..agreement import NBYTES, disagreement
 from ..config import TwoBitConfig
 from ..errors import UnsupportedOperationError
-from ..payload import payload_nbytes
-from ..reduction import Reduction, refuse_dtype
+from ..reduction import Reduction
 from .buffers import Recycled, aligned_copy
-from .graphs import building_with_xla, collective_name, held_until
-from .variables import VariableResiduals, unique
+from .graphs import building_with_xla, collective_name, count_exchange, exchanges_before, held_until
+from .plan import Plan, Tensor, Travel, Unit
 
 # Horovod 0.28.1 has no bfloat16; what is not listed travels as float32.
 _HOROVOD_DTYPES = (tf.float16, tf.float32, tf.float64)
-
-
-class Travel(enum.Enum):
-    """How a gradient reaches the other ranks."""
-
-    COMPRESSED = "two bits per element"
-    PLAIN = "as it is, in an allreduce"
-    SPARSE = "as slices, in allgathers"
-    BY_SIZE = "compressed or plain, known when its size is"
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """What is known of one gradient before any step.
-
-    Attributes:
-        label: the variable's name, unique among those exchanged together; the same on every rank.
-        residuals: where the residual is kept; None for a source that is no variable.
-        name: the residual's name there.
-        shape: the gradient's shape, None where it may change.
-        dtype: the gradient's dtype.
-        travel: how it is sent.
-        group: number of Horovod's group that it belongs to.
-    """
-
-    label: str
-    residuals: VariableResiduals | None
-    name: str
-    shape: tuple[int, ...] | None
-    dtype: tf.DType
-    travel: Travel
-    group: int
-
-    @property
-    def elements(self) -> int:
-        """Number of elements; only where the shape is known."""
-        assert self.shape is not None
-        return int(np.prod(self.shape, dtype=np.int64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +57,15 @@ class Settings:
     device_sparse: str
 
 
-def exchange(settings: Settings, tensors: Sequence[Tensor], gradients: Sequence[Any]) -> list[Any]:
+def exchange(settings: Settings, tensors: Sequence[Tensor], gradients: Sequence[Any],
+             loss_scale: tf.Tensor | None = None) -> list[Any]:
     """Exchange gradients with the other ranks of the process set.
 
     Args:
         settings: the user's choices.
         tensors: what is known of the gradients.
         gradients: as many ``tf.Tensor`` or ``tf.IndexedSlices``; called eagerly or while a graph is built.
+        loss_scale: by what the gradients are multiplied, a scalar; None where nothing says so.
 
     Returns:
         The reduced gradients. Without other ranks, the gradients themselves, as Horovod has it.
@@ -121,21 +83,23 @@ def exchange(settings: Settings, tensors: Sequence[Tensor], gradients: Sequence[
             raise UnsupportedOperationError("jit_compile=True compiles the training step with XLA, and Horovod's "
                                             "collectives cannot be part of that, with TwoBit or without: leave "
                                             "jit_compile out")
-        return _Builder(settings, tensors, elastic).build(gradients)
-    return _traced(settings, tensors, gradients, elastic)(*gradients)
+        return _Builder(settings, tensors, elastic).build(gradients, loss_scale)
+    return _traced(settings, tensors, gradients, loss_scale, elastic)(*gradients, loss_scale)
 
 
-def _traced(settings: Settings, tensors: Sequence[Tensor], gradients: Sequence[Any], elastic: bool) -> Any:
+def _traced(settings: Settings, tensors: Sequence[Tensor], gradients: Sequence[Any], loss_scale: tf.Tensor | None,
+            elastic: bool) -> Any:
     """The exchange as a function to call eagerly; traced once, however many tapes are made."""
     home = next((tensor.residuals for tensor in tensors if tensor.residuals is not None), None)
     functions = {} if home is None else home.functions
     specs = [_spec(gradient) for gradient in gradients]
-    key = (settings, tuple(tensors), tuple(specs))
+    scale_spec = None if loss_scale is None else _spec(loss_scale)
+    key = (settings, tuple(tensors), tuple(specs), scale_spec)
     if key not in functions:
         builder = _Builder(settings, tensors, elastic)
-        function = tf.function(lambda *parts: builder.build(parts), autograph=False)
+        function = tf.function(lambda *parts: builder.build(parts[:-1], parts[-1]), autograph=False)
         # A concrete function is a graph even where tf.config.run_functions_eagerly(True) makes others run eagerly.
-        functions[key] = function.get_concrete_function(*specs)
+        functions[key] = function.get_concrete_function(*specs, scale_spec)
     return functions[key]
 
 
@@ -155,68 +119,108 @@ class _Builder:
         self._settings = settings
         self._tensors = list(tensors)
         self._elastic = elastic
-        self._last_stated: tuple[list[int], Statement] | None = None
+        self._units = self._alike()
+        self._plan = Plan(settings.config, self._tensors, self._units)
 
-    def build(self, gradients: Sequence[Any]) -> list[Any]:
+    def build(self, gradients: Sequence[Any], loss_scale: tf.Tensor | None = None) -> list[Any]:
         """The reduced gradients, symbolically."""
         if not self._elastic:
-            return self._among_ranks(gradients)
+            return self._among_ranks(gradients, loss_scale)
         process_set_id = self._settings.process_set.process_set_id
         others = tf.logical_and(tf.equal(hvd.process_set_included_op(process_set_id), 1),
                                 tf.greater(hvd.size_op(process_set_id), 1))
-        return list(tf.nest.flatten(tf.cond(others, lambda: self._among_ranks(gradients), lambda: list(gradients)),
-                                    expand_composites=False))
+        return list(tf.nest.flatten(tf.cond(others, lambda: self._among_ranks(gradients, loss_scale),
+                                            lambda: list(gradients)), expand_composites=False))
 
-    def _among_ranks(self, gradients: Sequence[Any]) -> list[Any]:
-        agreed = self._agree(gradients)
+    def _among_ranks(self, gradients: Sequence[Any], loss_scale: tf.Tensor | None) -> list[Any]:
+        agreed, compressed = self._agree(gradients, loss_scale)
         reduced: list[Any] = [None] * len(gradients)
         # TensorFlow encodes in the order in which this is built: as gradients are computed, the last one first.
-        for positions in reversed(self._alike()):
-            tensors, parts = [self._tensors[i] for i in positions], [gradients[i] for i in positions]
-            travel = tensors[0].travel
-            if travel is Travel.COMPRESSED:
-                results = self._compressed(tensors, parts, agreed)
-            elif travel is Travel.PLAIN:
-                results = self._plain(tensors, parts, agreed)
-            elif travel is Travel.SPARSE:
-                results = [self._sparse(tensor, part, agreed) for tensor, part in zip(tensors, parts)]
-            else:
-                results = [self._by_size(tensor, part, agreed) for tensor, part in zip(tensors, parts)]
-            for position, result in zip(positions, results):
-                reduced[position] = result
+        for number, unit in reversed(list(enumerate(self._units))):
+            if unit.travel is not Travel.COMPRESSED:
+                self._put(reduced, unit, self._one_unit(unit, gradients, agreed, compressed[number]))
+        warming = [(number, unit) for number, unit in reversed(list(enumerate(self._units)))
+                   if unit.travel is Travel.COMPRESSED]
+
+        def steady() -> list[list[Any]]:
+            return [self._compressed(*self._of(unit, gradients), agreed) for _, unit in warming]
+
+        def warming_up() -> list[list[Any]]:
+            return [self._one_unit(unit, gradients, agreed, compressed[number]) for number, unit in warming]
+
+        if warming and self._settings.config.uncompressed_steps:
+            # One decision for all: TensorFlow would run one after the other the branches that change residuals, each
+            # with its collective, as it does during warm-up.
+            all_ready = tf.reduce_all(tf.gather(compressed, [number for number, _ in warming]))
+            results = tf.cond(all_ready, steady, warming_up)
+        else:
+            results = steady()
+        for (_, unit), result in zip(warming, results):
+            self._put(reduced, unit, result)
+        count_exchange(reduced if loss_scale is None else [*reduced, self._undone_where_not_finite(reduced)])
         return reduced
 
-    def _alike(self) -> list[list[int]]:
-        """Positions of the tensors that one collective can carry, in order of first appearance."""
+    def _one_unit(self, unit: Unit, gradients: Sequence[Any], agreed: tf.Tensor, compressed: tf.Tensor) -> list[Any]:
+        """The reduced gradients of a unit; ``compressed`` tells of one that is not always so whether it is now."""
+        tensors, parts = self._of(unit, gradients)
+        if unit.travel is Travel.PLAIN:
+            return self._plain(tensors, parts, agreed)
+        if unit.travel is Travel.SPARSE:
+            return [self._sparse(tensor, part, agreed) for tensor, part in zip(tensors, parts)]
+        return list(tf.cond(compressed, lambda: self._compressed(tensors, parts, agreed),
+                            lambda: self._warming_up(tensors, parts, agreed)))
+
+    def _of(self, unit: Unit, gradients: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
+        return ([self._tensors[position] for position in unit.positions],
+                [gradients[position] for position in unit.positions])
+
+    @staticmethod
+    def _put(reduced: list[Any], unit: Unit, results: Sequence[Any]) -> None:
+        for position, result in zip(unit.positions, results):
+            reduced[position] = result
+
+    def _alike(self) -> list[Unit]:
+        """What one collective can carry, in order of first appearance."""
         alike: dict[Any, list[int]] = {}
         for position, tensor in enumerate(self._tensors):
             wire = tensor.dtype if tensor.travel is Travel.PLAIN else None
-            alike.setdefault((tensor.group, tensor.travel, wire), []).append(position)
-        return list(alike.values())
+            alone = position if tensor.travel is Travel.BY_SIZE else None
+            alike.setdefault((tensor.group, tensor.travel, wire, alone), []).append(position)
+        return [Unit(tuple(positions), self._tensors[positions[0]].travel) for positions in alike.values()]
 
-    # The agreement.
+    # The beginning and the end of a step.
 
-    def _agree(self, gradients: Sequence[Any]) -> tf.Tensor:
-        """Zero, once all ranks have stated to send the same; a step in which they do not fails."""
-        sizes = [tf.size(gradient) for tensor, gradient in zip(self._tensors, gradients)
-                 if tensor.travel is Travel.BY_SIZE]
-        process_set = self._settings.process_set
+    def _agree(self, gradients: Sequence[Any], loss_scale: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        """Zero, once all ranks have stated to send the same, and which units are compressed in this step.
+
+        A step in which ranks do not state the same fails.
+        """
+        process_set, plan = self._settings.process_set, self._plan
+        shapes = [tf.shape(gradients[unit.positions[0]]) for unit in self._units if unit.travel is Travel.BY_SIZE]
+
+        def begin(_: np.ndarray, loss_scale: np.ndarray, *shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            plan.begin_step(float(loss_scale))
+            statement, compressed = plan.of_step(shapes)
+            return np.frombuffer(statement.digest, np.uint8).copy(), compressed
+
         with tf.device("/cpu:0"):
-            mine = tf.numpy_function(lambda *sizes: np.frombuffer(self._statement(sizes).digest, np.uint8).copy(),
-                                     sizes, tf.uint8)
+            scale = tf.constant(0.0) if loss_scale is None else tf.cast(loss_scale, tf.float32)
+            mine, compressed = tf.numpy_function(begin, [exchanges_before(), scale, *shapes], [tf.uint8, tf.bool])
             mine.set_shape([NBYTES])
+            compressed.set_shape([len(self._units)])
             digests = hvd.allgather(mine, name=collective_name("HorovodAllgather", "agreement"), ignore_name_scope=True,
                                     process_set=process_set)
             equal = tf.numpy_function(
-                lambda digests, *sizes: digests.tobytes() == self._statement(sizes).digest * process_set.size(),
-                [digests, *sizes], tf.bool, stateful=False)
+                lambda digests, mine: digests.tobytes() == mine.tobytes() * process_set.size(),
+                [digests, mine], tf.bool, stateful=False)
             equal.set_shape([])
-            return tf.cond(equal, lambda: tf.constant(0), lambda: self._tell_difference(digests, sizes))
+            agreed = tf.cond(equal, lambda: tf.constant(0), lambda: self._tell_difference(digests, shapes))
+            return agreed, compressed
 
-    def _tell_difference(self, digests: tf.Tensor, sizes: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _tell_difference(self, digests: tf.Tensor, shapes: Sequence[tf.Tensor]) -> tf.Tensor:
         line = tf.numpy_function(
-            lambda digests, *sizes: np.frombuffer(self._statement(sizes).to_json(), np.uint8).copy(),
-            [digests, *sizes], tf.uint8, stateful=False)
+            lambda digests, *shapes: np.frombuffer(self._plan.of_step(shapes)[0].to_json(), np.uint8).copy(),
+            [digests, *shapes], tf.uint8, stateful=False)
         line.set_shape([None])
         lines = hvd.allgather(line, name=collective_name("HorovodAllgather", "agreement.details"),
                               ignore_name_scope=True, process_set=self._settings.process_set)
@@ -228,27 +232,23 @@ class _Builder:
         never.set_shape([])
         return never
 
-    def _statement(self, sizes: Sequence[Any]) -> Statement:
-        """What this rank exchanges; made anew only where a size that is known in the step has changed."""
-        elements, last = [int(size) for size in sizes], self._last_stated
-        if last is None or last[0] != elements:
-            last = self._last_stated = (elements, self._stated(elements))
-        return last[1]
+    def _undone_where_not_finite(self, reduced: Sequence[Any]) -> tf.Tensor:
+        """Done when residuals and levels are what they were, if a gradient is not finite.
 
-    def _stated(self, sizes: Sequence[int]) -> Statement:
-        min_elements = self._settings.config.min_elements
-        remaining = iter(sizes)
-        stated = []
-        for tensor in self._tensors:
-            if tensor.travel is Travel.BY_SIZE:
-                elements = next(remaining)
-                stated.append((tensor.label, elements, elements >= min_elements))
-            else:
-                elements = -1 if tensor.shape is None else tensor.elements
-                stated.append((tensor.label, elements, tensor.travel is Travel.COMPRESSED))
-        return Statement(min_elements, tuple(sorted(stated)))
+        A LossScaleOptimizer skips the step then.
+        """
+        values = [part.values if isinstance(part, tf.IndexedSlices) else part for part in reduced]
 
-    # The four ways to travel.
+        def undo(finite: np.ndarray) -> np.ndarray:
+            if not finite:
+                self._plan.undo_step()
+            return np.zeros((), np.int32)
+
+        with tf.device("/cpu:0"):
+            return tf.numpy_function(undo, [tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in values])],
+                                     tf.int32)
+
+    # The ways to travel.
 
     def _compressed(self, tensors: Sequence[Tensor], gradients: Sequence[tf.Tensor],
                     agreed: tf.Tensor) -> list[tf.Tensor]:
@@ -274,33 +274,66 @@ class _Builder:
         inputs = [tf.reshape(tf.cast(gradient, tf.float32), [-1])]
         payload = tf.numpy_function(encode, inputs if tensor.shape is not None else [*inputs, tf.shape(gradient)],
                                     tf.uint8)
-        payload.set_shape([None if tensor.shape is None else payload_nbytes(tensor.elements)])
+        payload.set_shape([None if tensor.shape is None else codec.payload_nbytes(tensor.elements)])
         return payload
 
     def _decode(self, tensor: Tensor, gradient: tf.Tensor, gathered: tf.Tensor) -> tf.Tensor:
         assert tensor.residuals is not None
         codec, settings, memory = tensor.residuals.codec(self._settings.config), self._settings, Recycled()
 
-        def decode(gathered: np.ndarray, size: np.ndarray | None = None) -> np.ndarray:
+        def decode(gathered: np.ndarray, shape: np.ndarray | None = None) -> np.ndarray:
             # Read anew at every step: an elastic job changes the number of ranks.
             ranks = settings.process_set.size()
-            out = memory.empty(tensor.elements if size is None else int(size))
-            codec.decode(tensor.name, gathered, ranks, out, settings.reduction.scale(ranks))
+            known = (tensor.shape or ()) if shape is None else tuple(shape.tolist())
+            out = memory.empty(int(np.prod(known, dtype=np.int64)))
+            codec.decode(tensor.name, known, gathered, ranks, out, settings.reduction.scale(ranks))
             return out
 
-        out = tf.numpy_function(decode, [gathered] if tensor.shape is not None else [gathered, tf.size(gradient)],
+        out = tf.numpy_function(decode, [gathered] if tensor.shape is not None else [gathered, tf.shape(gradient)],
                                 tf.float32, stateful=False)
         return tf.cast(tf.reshape(out, tf.shape(gradient) if tensor.shape is None else tensor.shape), tensor.dtype)
 
     def _plain(self, tensors: Sequence[Tensor], gradients: Sequence[tf.Tensor], agreed: tf.Tensor) -> list[tf.Tensor]:
+        return [tf.cast(part, tensor.dtype) for tensor, part in zip(tensors, self._summed(tensors, gradients, agreed))]
+
+    def _summed(self, tensors: Sequence[Tensor], gradients: Sequence[tf.Tensor], agreed: tf.Tensor) -> list[tf.Tensor]:
+        """What an allreduce returns for gradients of one dtype, in the dtype in which it travels."""
         wire = tensors[0].dtype if tensors[0].dtype in _HOROVOD_DTYPES else tf.float32
         sent = [held_until(agreed, tf.cast(gradient, wire)) for gradient in gradients]
         reduction = self._settings.reduction
         options = dict(op=reduction.op, prescale_factor=reduction.prescale, postscale_factor=reduction.postscale,
                        device_dense=self._settings.device_dense, process_set=self._settings.process_set,
                        name=collective_name("HorovodAllreduce", tensors[0].label), ignore_name_scope=True)
-        received = [hvd.allreduce(sent[0], **options)] if len(sent) == 1 else hvd.grouped_allreduce(sent, **options)
-        return [tf.cast(part, tensor.dtype) for tensor, part in zip(tensors, received)]
+        return [hvd.allreduce(sent[0], **options)] if len(sent) == 1 else hvd.grouped_allreduce(sent, **options)
+
+    def _warming_up(self, tensors: Sequence[Tensor], gradients: Sequence[tf.Tensor],
+                    agreed: tf.Tensor) -> list[tf.Tensor]:
+        """Plain, one allreduce per dtype, and levels are learnt from what comes back."""
+        results: dict[int, tf.Tensor] = {}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            members = [number for number, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            summed = self._summed([tensors[number] for number in members], [gradients[number] for number in members],
+                                  agreed)
+            for number, part in zip(members, summed):
+                with tf.control_dependencies([self._observe(tensors[number], part)]):
+                    results[number] = tf.cast(tf.identity(part), dtype)
+        return [results[number] for number in range(len(tensors))]
+
+    def _observe(self, tensor: Tensor, summed: tf.Tensor) -> tf.Tensor:
+        """Done when levels have learnt from an uncompressed exchange."""
+        assert tensor.residuals is not None
+        codec, settings = tensor.residuals.codec(self._settings.config), self._settings
+
+        def observe(flat: np.ndarray, shape: np.ndarray) -> np.ndarray:
+            known, ranks = tuple(shape.tolist()), settings.process_set.size()
+            if codec.compresses(flat.size):
+                codec.observe(tensor.name, known, flat, ranks, settings.reduction.scale(ranks))
+            return np.zeros((), np.int32)
+
+        with tf.device("/cpu:0"):
+            flat = tf.reshape(tf.cast(summed, tf.float32), [-1])
+            # Declared stateful, as TensorFlow would drop a function whose result nobody needs.
+            return tf.numpy_function(observe, [flat, tf.shape(summed)], tf.int32)
 
     def _sparse(self, tensor: Tensor, slices: tf.IndexedSlices, agreed: tf.Tensor) -> tf.IndexedSlices:
         """As Horovod reduces ``tf.IndexedSlices``: the slices of all ranks, one after the other."""
@@ -315,71 +348,3 @@ class _Builder:
             if settings.reduction.averages:
                 values /= tf.cast(hvd.size_op(settings.process_set.process_set_id), wire)
         return tf.IndexedSlices(tf.cast(values, tensor.dtype), indices, slices.dense_shape)
-
-    def _by_size(self, tensor: Tensor, gradient: tf.Tensor, agreed: tf.Tensor) -> tf.Tensor:
-        reduced = tf.cond(tf.size(gradient) >= self._settings.config.min_elements,
-                          lambda: self._compressed([tensor], [gradient], agreed)[0],
-                          lambda: self._plain([tensor], [gradient], agreed)[0])
-        reduced.set_shape(gradient.shape)
-        return reduced
-
-
-def describe(config: TwoBitConfig, gradient: Any, variable: Any, label: str, residuals: VariableResiduals | None,
-             group: int) -> Tensor:
-    """What can be said of a gradient before any step.
-
-    Args:
-        config: checked parameters, for ``min_elements``.
-        gradient: a ``tf.Tensor`` or ``tf.IndexedSlices``.
-        variable: what it is the gradient of.
-        label: see ``Tensor``.
-        residuals: where the variable's residual is kept, or None where it has no lasting identity.
-        group: see ``Tensor``.
-
-    Raises:
-        UnsupportedOperationError: the gradient is not of real floating point numbers.
-    """
-    if not gradient.dtype.is_floating:
-        refuse_dtype(label, gradient.dtype.name)
-    sparse = isinstance(gradient, tf.IndexedSlices)
-    static = variable.shape if sparse or not gradient.shape.is_fully_defined() else gradient.shape
-    shape = tuple(static.as_list()) if static.is_fully_defined() else None
-    if sparse:
-        travel = Travel.SPARSE
-    elif residuals is None:
-        travel = Travel.PLAIN
-    elif shape is None:
-        travel = Travel.BY_SIZE
-    else:
-        elements = int(np.prod(shape, dtype=np.int64))
-        travel = Travel.COMPRESSED if residuals.codec(config).compresses(elements) else Travel.PLAIN
-    return Tensor(label=label, residuals=residuals, name="" if residuals is None else residuals.name_of(variable),
-                  shape=shape, dtype=gradient.dtype, travel=travel, group=group)
-
-
-def labels_of(variables: Sequence[Any], generic: bool) -> list[str]:
-    """Names for what ranks say of the variables to each other: unique, and the same on every rank.
-
-    Args:
-        variables: the variables, in the same order on every rank.
-        generic: number them, as Horovod's ``use_generic_names`` asks, where ranks call their variables differently.
-    """
-    labels: dict[str, None] = {}
-    for position, variable in enumerate(variables):
-        name = variable.name if isinstance(variable, tf.Variable) and not generic else f"grad_{position}"
-        labels[unique(name, labels)] = None
-    return list(labels)
-
-
-def groups_of(groups: int | Sequence[Sequence[tf.Variable]] | None, variables: Sequence[Any]) -> list[int]:
-    """The number of the group of each variable that has a gradient, as Horovod forms them."""
-    alone = list(range(len(variables)))
-    if groups is None:
-        return alone
-    if isinstance(groups, int):
-        numbers = {}
-        for number, members in enumerate(split_list(alone, groups)):
-            numbers.update(dict.fromkeys(members, number))
-        return [numbers[position] for position in alone]
-    listed = {variable.ref(): -1 - number for number, members in enumerate(groups) for variable in members}
-    return [listed.get(variable.ref(), position) for position, variable in enumerate(variables)]

@@ -5,7 +5,9 @@ The state lies on the graph that it is about, so that it ends with the graph and
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -41,6 +43,35 @@ def held_until(agreed: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     held = tf.reshape(tensor, tf.shape(tensor) + agreed)
     held.set_shape(tensor.shape)
     return held
+
+
+def exchanges_before() -> tf.Tensor:
+    """How many exchanges have ended; known when the one before this has.
+
+    One graph may be called several times in a step: a function by others, a loop's body. Its exchanges then have the
+    same names: Horovod 0.28.1 refuses a name that is on its way, and ranks could meet in different calls. TensorFlow
+    keeps in order what reads and changes a variable, so every exchange begins with this and ends with
+    ``count_exchange``. (A graph of ``tf.compat.v1`` is built once, with names that differ.)
+    """
+    return _exchanges().read_value() if _keeps_order() else tf.constant(0, tf.int64)
+
+
+def count_exchange(reduced: Sequence[Any]) -> None:
+    """Mark the end of an exchange: all that it returns is there."""
+    if _keeps_order():
+        with tf.control_dependencies(tf.nest.flatten(list(reduced), expand_composites=True)):
+            _exchanges().assign_add(1)
+
+
+def _keeps_order() -> bool:
+    return tf.compat.v1.executing_eagerly_outside_functions()
+
+
+@functools.cache
+def _exchanges() -> tf.Variable:
+    """Counts this process's exchanges; made when first needed, as the import must not start TensorFlow's runtime."""
+    with tf.init_scope(), tf.device("/cpu:0"):
+        return tf.Variable(0, trainable=False, dtype=tf.int64, name="twobit_exchanges")
 
 
 def refuse_argument(variable: tf.Variable) -> None:

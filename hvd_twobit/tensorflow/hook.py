@@ -2,7 +2,7 @@
 
 Horovod's tape, its optimizer for ``tf.compat.v1`` and its Keras optimizers all get the function that reduces their
 gradients from ``horovod.tensorflow._make_allreduce_grads_fn``, looked up when they are made, and call it with gradients
-and variables. ``install`` replaces it, and two functions that need a check, by functions that do what Horovod does,
+and variables. ``install`` replaces it, and four functions that need a check, by functions that do what Horovod does,
 unless the compression is a ``TwoBit``. It refuses a Horovod whose functions it does not know.
 """
 
@@ -24,8 +24,10 @@ from ..horovod_form import Expected, check_form
 from ..reduction import Reduction, refuse_op
 from ..residuals import ResidualRegistry
 from .compressor import TwoBit
-from .exchange import Settings, describe, exchange, groups_of, labels_of
+from .exchange import Settings, exchange
 from .graphs import refuse_argument
+from .loss_scale import follow_optimizers, scale_in_force
+from .plan import describe, groups_of, labels_of
 from .variables import VariableResiduals, residuals_of_tapes
 
 _TAPE = "DistributedGradientTape"
@@ -47,7 +49,10 @@ def install() -> None:
     check_horovod(horovod.__version__, hvd, horovod_keras)
     _replace(hvd, "_make_allreduce_grads_fn", _make_allreduce_grads_fn)
     _replace(hvd._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
+    _replace(hvd._DistributedGradientTape, "gradient", _refuse_keras_3_sources)
     _replace(horovod_keras, "create_distributed_optimizer", _refuse_keras_3)
+    _replace(horovod_keras, "load_model", _refuse_keras_3_models)
+    follow_optimizers()
     hvd._knows_twobit = True
 
 
@@ -125,7 +130,7 @@ class _AllreduceGrads:
         tensors = [describe(self._settings.config, grads[position], variable, labels[position],
                             next(homes) if isinstance(variable, tf.Variable) else None, group)
                    for position, variable, group in zip(present, variables, groups_of(self._groups, variables))]
-        reduced = exchange(self._settings, tensors, [grads[position] for position in present])
+        reduced = exchange(self._settings, tensors, [grads[position] for position in present], scale_in_force())
         for position, gradient in zip(present, reduced):
             grads[position] = gradient
         return grads
@@ -201,15 +206,47 @@ def _refuse_adasum(original: Any, *args: Any, **kwargs: Any) -> None:
 def _refuse_keras_3(original: Any, *args: Any, **kwargs: Any) -> Any:
     given = _arguments(original, args, kwargs)
     if TwoBit.instance(given["compression"]) is not None:
-        for base in type(given["optimizer"]).__mro__:
-            package = base.__module__.partition(".")[0]
-            version = getattr(sys.modules.get(package), "__version__", "0")
-            if package == "keras" and int(version.partition(".")[0]) >= 3:
-                raise UnsupportedOperationError(
-                    f"{type(given['optimizer']).__name__} is an optimizer of Keras {version}, whose gradients Horovod "
-                    f"{horovod.__version__} does not exchange: every rank would train on its own. Set "
-                    "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported and install tf_keras, or use TensorFlow 2.15")
+        kind = type(given["optimizer"])
+        version = _version_of_keras_3(kind)
+        if version is not None:
+            raise UnsupportedOperationError(
+                f"{kind.__name__} is an optimizer of Keras {version}, whose gradients Horovod {horovod.__version__} "
+                "does not exchange: every rank would train on its own. Set TF_USE_LEGACY_KERAS=1 before TensorFlow is "
+                "imported, install tf_keras and take optimizers from tf.keras, or use TensorFlow 2.15")
     return original(*args, **kwargs)
+
+
+def _refuse_keras_3_models(original: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _arguments(original, args, kwargs)
+    sgd = given["keras"].optimizers.SGD
+    if _version_of_keras_3(sgd) is not None:
+        # Keras 3 would make the optimizer without wrapping it. Only this function knows the compression.
+        given["wrap_optimizer"](sgd)()
+    return original(*args, **kwargs)
+
+
+@tf.autograph.experimental.do_not_convert
+def _refuse_keras_3_sources(original: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _arguments(original, args, kwargs)
+    if isinstance(given["self"]._allreduce_grads, _OfTape):
+        for source in tf.nest.flatten(given["sources"]):
+            version = _version_of_keras_3(type(source))
+            if version is not None:
+                raise UnsupportedOperationError(
+                    f"source {source.path!r} of the tape is a Variable of Keras {version}, which the tape of Horovod "
+                    f"{horovod.__version__} cannot tell from others: give it the TensorFlow variable within, "
+                    "tape.gradient(loss, [variable.value for variable in model.trainable_variables])")
+    return original(*args, **kwargs)
+
+
+def _version_of_keras_3(kind: type) -> str | None:
+    """The version of Keras that a class comes from, if that is 3 or newer."""
+    for base in kind.__mro__:
+        package = base.__module__.partition(".")[0]
+        version = getattr(sys.modules.get(package), "__version__", "0")
+        if package == "keras" and int(version.partition(".")[0]) >= 3:
+            return version
+    return None
 
 
 def _arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:

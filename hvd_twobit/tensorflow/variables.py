@@ -38,6 +38,7 @@ class VariableResiduals:
 
     def name_of(self, variable: tf.Variable) -> str:
         """The name of the variable's residual: the variable's, with ``_1``, ``_2`` … where another one bears it."""
+        variable = _itself(variable)
         known = self._names.get(id(variable))
         if known is not None and self._holders[known]() is variable:
             return known
@@ -80,7 +81,14 @@ def residuals_of_tapes(variables: Sequence[tf.Variable], recipients: Hashable) -
     return [residuals or home for residuals in held]
 
 
+def _itself(variable: tf.Variable) -> tf.Variable:
+    """The variable within what Keras wraps around it in mixed precision: tapes watch the one, models list the other."""
+    inner = getattr(variable, "_variable", None)  # Nothing public of TensorFlow 2.15 leads there.
+    return inner if isinstance(inner, tf.Variable) else variable
+
+
 def _held(variable: tf.Variable) -> dict[Hashable, VariableResiduals]:
+    variable = _itself(variable)
     if not hasattr(variable, "_twobit_residuals"):
         variable._twobit_residuals = {}
     return variable._twobit_residuals

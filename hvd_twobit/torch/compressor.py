@@ -20,9 +20,9 @@ from .exchange import Pending
 class TwoBit(TwoBitParameters, Compressor):
     """2-bit gradient compression with error feedback, for ``hvd.DistributedOptimizer(..., compression=TwoBit)``.
 
-    Each gradient element is sent as two bits that mean "positive threshold", "negative threshold" or "nothing yet";
-    what they could not say is kept on the rank that computed it and added to its next gradient. A rank sends 1/16 of
-    the bytes of float32. Pass the class itself, for its defaults, or an instance; each optimizer keeps its own
+    Each gradient element is sent as two bits that mean "plus the level", "minus the level" or "nothing yet"; what they
+    could not say is kept on the rank that computed it and added to its next gradient. A rank sends 1/16 of the bytes
+    of float32, and levels 3 % more. Pass the class itself, for its defaults, or an instance; each optimizer keeps its own
     residuals (``residuals_of(optimizer)``).
 
     Tuning: none, to begin with. Levels adapt to the gradient: each tensor travels uncompressed in its first exchange,
@@ -43,8 +43,8 @@ class TwoBit(TwoBitParameters, Compressor):
     Args:
         threshold: ``"auto"``, the default, for levels that adapt; or a number, short for
             ``positive_threshold=threshold, negative_threshold=-threshold``.
-        positive_threshold: > 0; residuals at or above it are sent as this value. 0.5 where only the other one is given.
-        negative_threshold: < 0; residuals at or below it are sent as this value. -0.5 where only the other one is given.
+        positive_threshold: > 0; residuals at or above it are sent as this value. 0.5 where only the other is given.
+        negative_threshold: < 0; residuals at or below it are sent as this value. -0.5 where only the other is given.
         min_elements: tensors with fewer elements travel uncompressed (default 1024; 0 compresses all, as MXNet does).
         warmup_steps: exchanges in which tensors travel uncompressed (default 0), with adaptive levels after the first.
         block_elements: elements that share an adaptive level, a multiple of 16 (default 1024).

@@ -182,11 +182,11 @@ class Exchange:
     def _planned(self, group: str, members: Sequence[tuple[str, tuple[int, ...]]]) -> list[Exchanged]:
         """How the tensors of a group travel in this step: compressed only if all are ready that will be."""
         elements = {name: int(np.prod(shape, dtype=np.int64)) for name, shape in members}
-        dense = [(name, shape) for name, shape in members
-                 if name not in self._sparse and self._codec.compresses(elements[name])]
-        ready = all(self._codec.ready(name, shape) for name, shape in dense)
-        compressed = {name for name, _ in dense} if ready else set()
-        return [Exchanged(name, elements[name], name in compressed, group) for name, _ in members]
+        compressible = {name: shape for name, shape in members
+                        if name not in self._sparse and self._codec.compresses(elements[name])}
+        ready = all(self._codec.ready(name, shape) for name, shape in compressible.items())
+        return [Exchanged(name, elements[name], name in compressible, name in compressible and ready, group)
+                for name, _ in members]
 
     def _check_agreement(self) -> None:
         digests = hvd.synchronize(self._agreement).numpy().tobytes()

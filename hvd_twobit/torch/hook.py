@@ -6,7 +6,7 @@ compression is a ``TwoBit``: then gradients go through an ``Exchange`` that know
 not the function ``DistributedOptimizer``, works whatever was imported first. ``install`` refuses a Horovod whose
 methods it does not know, instead of finding out during training.
 
-Two public methods of PyTorch's ``GradScaler`` are replaced likewise: they are where a scaler meets an optimizer.
+Three public methods of PyTorch's ``GradScaler`` are replaced likewise: where a scaler meets an optimizer, and changes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..reduction import refuse_op
 from ..residuals import ResidualRegistry
 from .compressor import TwoBit
 from .exchange import Exchange, Handle, Pending
+from .loss_scale import updated
 
 
 def install() -> None:
@@ -46,6 +47,7 @@ def install() -> None:
     _replace(adasum, _refuse_adasum, "__init__")
     _replace(torch.amp.GradScaler, _scaler_unscale, "unscale_")
     _replace(torch.amp.GradScaler, _scaler_step, "step")
+    _replace(torch.amp.GradScaler, _scaler_update, "update")
     optimizer._knows_twobit = True
 
 
@@ -166,6 +168,11 @@ def _scaler_step(original: Any, self: torch.amp.GradScaler, optimizer: Any, *arg
     result = original(self, optimizer, *args, **kwargs)
     exchange.loss_scale.seen(self)
     return result
+
+
+def _scaler_update(original: Any, self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    updated(self)
 
 
 def _refuse_adasum(original: Any, self: Any, params: Any, named_parameters: Any, compression: Any, *args: Any,

@@ -4,17 +4,28 @@ Horovod exchanges gradients before they are unscaled. So when the scale changes,
 with it; and when the scaler skips a step because of an overflow, residuals and levels must be what they were before
 that step, on every rank. Every rank's scaler does the same, as an overflow on one reaches all.
 
-The scaler is known from ``TwoBit(scaler=...)``, or else from its first ``step(optimizer)``, which is in time: until then
-the scale has not changed since the optimizer's first exchange. Only where residuals were loaded from a checkpoint is
-that too late, if the scale is another one; then ``seen`` raises instead of going on with wrong residuals.
+The scaler is known from ``TwoBit(scaler=...)``, or else from its first ``step(optimizer)``, which is in time: until
+then the scale has not changed since the optimizer's first exchange. Only where residuals were loaded from a checkpoint
+is that too late, if the scale is another one; then ``seen`` raises instead of going on with wrong residuals. Residuals
+follow as soon as the scaler is updated, so that what is saved with the scaler's state is in its unit.
 """
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 
 from ..errors import ConfigError
 from ..residuals import ResidualRegistry
+
+_followers: weakref.WeakKeyDictionary[torch.amp.GradScaler, weakref.WeakSet[LossScale]] = weakref.WeakKeyDictionary()
+
+
+def updated(scaler: torch.amp.GradScaler) -> None:
+    """The scaler's scale may have changed."""
+    for loss_scale in list(_followers.get(scaler, ())):
+        loss_scale.follow()
 
 
 class LossScale:
@@ -34,7 +45,7 @@ class LossScale:
             self._bind(scaler)
 
     def follow(self) -> None:
-        """Before a step's first gradient: bring residuals and levels into its unit."""
+        """Between two steps: bring residuals and levels into the unit of the next one's gradients."""
         if self._scaler is not None:
             self._residuals.follow_loss_scale(self._scaler.get_scale())
 
@@ -68,3 +79,4 @@ class LossScale:
     def _bind(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
         self._residuals.can_undo = True
+        _followers.setdefault(scaler, weakref.WeakSet()).add(self)

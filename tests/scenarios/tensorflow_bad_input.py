@@ -5,9 +5,11 @@ All run in one job. No mistake leaves a collective behind: ranks that disagree a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import horovod.keras as hvd_of_keras
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as hvd_keras
 import keras
@@ -17,7 +19,7 @@ from hvd_twobit import payload
 from hvd_twobit.tensorflow import TwoBit, residuals_of
 from tests.scenarios import told_by
 
-EVERYTHING = TwoBit(min_elements=0)
+EVERYTHING = TwoBit(threshold=0.5, min_elements=0)
 
 
 def _variables(**shapes: Any) -> dict[str, tf.Variable]:
@@ -48,6 +50,26 @@ def another_min_elements_in_a_group() -> None:
 
 def another_min_elements_in_fit() -> None:
     _fit(TwoBit(min_elements=1024 * hvd.rank()))
+
+
+def auto_on_one_rank() -> None:
+    _gradients(_variables(weight=(30, 40)), TwoBit("auto" if hvd.rank() else 0.5, warmup_steps=1))
+
+
+def other_groups_on_one_rank() -> None:
+    variables = _variables(a=(10,), b=(10,), c=(10,))
+    a, b, c = variables.values()
+    _gradients(variables, groups=[[a, b], [c]] if hvd.rank() else [[a], [b, c]])
+
+
+def levels_of_another_step() -> None:
+    variables = _variables(weight=(30, 40))
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variables["weight"])
+        tape = hvd.DistributedGradientTape(tape, compression=TwoBit)
+        tape.gradient(loss, [variables["weight"]])
+        residuals_of(tape).scale(1.0 + hvd.rank())
 
 
 def no_gradient_on_one_rank() -> None:
@@ -149,22 +171,58 @@ def jit_compile_of_a_function() -> None:
     tf.function(lambda: _gradients(variables), jit_compile=True)()
 
 
-def keras_3() -> None:
+@contextlib.contextmanager
+def _keras_3() -> Iterator[Any]:
+    """The module keras, said to be version 3 where TensorFlow 2.15 keeps a real Keras 3 from being installed."""
     version = keras.__version__
-    keras.__version__ = "3.0.5"  # Stands in for an installed Keras 3, which does not go with TensorFlow 2.15.
+    if version.startswith("2."):
+        keras.__version__ = "3.0.5"
     try:
-        _fit()
+        yield keras
     finally:
         keras.__version__ = version
+
+
+def keras_3() -> None:
+    with _keras_3() as keras_3:
+        hvd_keras.DistributedOptimizer(keras_3.optimizers.SGD(0.1), compression=EVERYTHING)
+
+
+def keras_3_by_horovod_tensorflow() -> None:
+    with _keras_3() as keras_3:
+        hvd.DistributedOptimizer(keras_3.optimizers.SGD(0.1), compression=EVERYTHING)
+
+
+def keras_3_in_mixed_precision() -> None:
+    with _keras_3() as keras_3:
+        scaling = getattr(keras_3.optimizers, "LossScaleOptimizer", None) or keras_3.mixed_precision.LossScaleOptimizer
+        hvd_keras.DistributedOptimizer(scaling(keras_3.optimizers.SGD(0.1)), compression=EVERYTHING)
+
+
+def keras_3_model_loaded() -> None:
+    with _keras_3():
+        hvd_of_keras.load_model("no such file", compression=EVERYTHING)
+
+
+def keras_3_variables_on_a_tape() -> None:
+    def named(name: str) -> Any:
+        if hasattr(keras, "Variable"):
+            return keras.Variable(tf.zeros(10), name=name)
+        return type("Variable", (), {"__module__": "keras.src.backend.tensorflow.core", "path": name})()
+
+    with _keras_3():
+        hvd.DistributedGradientTape(tf.GradientTape(), compression=EVERYTHING).gradient(tf.zeros([]), [named("a")])
 
 
 SCENARIOS: list[Callable[[], None]] = [
     adasum, adasum_optimizer, minimum, plain_allreduce, complex_gradients, residuals_of_another_optimizer,
     residuals_of_a_new_tape, residuals_of_two_models, unknown_argument,
     a_variable_as_an_argument, variables_in_a_list_as_an_argument, jit_compile_in_fit, jit_compile_of_a_function,
-    keras_3, another_min_elements, another_min_elements_in_a_function, another_min_elements_in_a_group,
-    another_min_elements_in_fit, no_gradient_on_one_rank, another_shape_on_one_rank, another_size_of_unknown_shape,
-    another_version_of_payload, another_shape_under_a_known_name]
+    keras_3, keras_3_by_horovod_tensorflow, keras_3_in_mixed_precision, keras_3_model_loaded,
+    keras_3_variables_on_a_tape, another_min_elements, another_min_elements_in_a_function,
+    another_min_elements_in_a_group, another_min_elements_in_fit, auto_on_one_rank, other_groups_on_one_rank,
+    levels_of_another_step, no_gradient_on_one_rank, another_shape_on_one_rank,
+    another_size_of_unknown_shape, another_version_of_payload, another_shape_under_a_known_name]
 
 
 def run() -> dict[str, str]:

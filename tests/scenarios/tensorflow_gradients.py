@@ -7,6 +7,7 @@ weights are, and ``expected`` can simulate all ranks. ``run`` is called on the r
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_twobit.tensorflow import TwoBit, residuals_of
-from tests.simulation import SimulatedTensor, gradient, thresholds_of
+from tests.simulation import gradient, simulated, uncompressed, uncompressed_steps
 
 STEPS = 20
 LEARNING_RATE = 0.25
@@ -43,8 +44,10 @@ class Configuration:
         unknown_shape: ``"gradient"`` hides the shapes of gradients, ``"variable"`` those of the variables as well.
         local: name of a variable that is not exchanged.
         subset: exchange within a process set of the first half of the ranks; one rank alone exchanges nothing.
-        overflow: rank 0 puts NaN and inf into its gradients at step 3.
+        overflow: rank 0 puts NaN and inf into its gradients at step 3, and with a dynamic loss scale at step 0.
         loss_scale: the loss scale of mixed precision training, in which gradients are computed in float16.
+        dynamic: the loss scale changes; residuals and levels have to follow it, and steps with an overflow are skipped.
+        steps_per_execution: of Keras's fit: so many steps are one loop in the graph.
     """
 
     route: str = "tape_in_function"
@@ -60,16 +63,31 @@ class Configuration:
     subset: bool = False
     overflow: bool = False
     loss_scale: int = 1
+    dynamic: bool = False
+    steps_per_execution: int = 1
 
 
 def _keras(route: str, compression: Any = None, **others: Any) -> Configuration:
-    return Configuration(route, compression or dict(threshold=0.4), shapes=KERAS_SHAPES, **others)
+    return Configuration(route, dict(threshold=0.4) if compression is None else compression, shapes=KERAS_SHAPES,
+                         **others)
 
 
 TWO_PASSES = dict(backward_passes_per_step=2)
 CONFIGURATIONS = {
     "a tape with the bare class": Configuration(),
     "an eager tape with the bare class": Configuration("tape_eagerly"),
+    "adaptive levels in a persistent tape": Configuration("tape_persistent", {}),
+    "adaptive levels, sum with warm-up in groups": Configuration(compression=dict(warmup_steps=2, block_elements=256),
+                                                                 options=dict(groups=2, op="Sum")),
+    "adaptive levels of everything": Configuration(compression=dict(min_elements=0, block_elements=64)),
+    "adaptive levels, unknown shapes": Configuration(compression={}, unknown_shape="gradient"),
+    "adaptive levels, shapes of variables unknown": Configuration(compression={}, unknown_shape="variable"),
+    "adaptive levels, a missing gradient": Configuration("tape_eagerly", {}, missing="row"),
+    "adaptive levels, sparse gradients": Configuration(compression={}, shapes=EMBEDDING, sparse="table"),
+    "adaptive levels in bfloat16 with an overflow": Configuration(compression={}, dtype="bfloat16", overflow=True),
+    "adaptive levels in a session": Configuration("session", {}),
+    "a fixed threshold with warm-up": Configuration(compression=dict(threshold=0.4, warmup_steps=2)),
+    "a fixed threshold": Configuration(compression=dict(threshold=0.5)),
     "an eager tape with a new instance per step": Configuration("tape_eagerly", dict(threshold=0.3)),
     "a retraced tape": Configuration("tape_retraced", dict(threshold=0.4)),
     "a persistent tape in several steps": Configuration("tape_persistent", dict(threshold=0.4)),
@@ -105,6 +123,13 @@ CONFIGURATIONS = {
     "a session": Configuration("session", dict(threshold=0.4)),
     "a session, two passes per step": Configuration("session", dict(threshold=0.4), TWO_PASSES),
     "Keras's fit": _keras("fit"),
+    "Keras's fit with adaptive levels": _keras("fit", {}),
+    "Keras's fit with adaptive levels, two passes per step": _keras("fit", {}, options=TWO_PASSES),
+    "Keras's fit with adaptive levels, many steps per execution": _keras("fit", {}, steps_per_execution=5),
+    "Keras's fit with adaptive levels, dynamic loss scale": _keras("fit", {}, loss_scale=64, dynamic=True,
+                                                                   overflow=True),
+    "Keras's fit with adaptive levels, dynamic loss scale, legacy": _keras("fit_legacy", {}, loss_scale=64,
+                                                                           dynamic=True, overflow=True),
     "Keras's fit, run eagerly": _keras("fit_eagerly"),
     "Keras's fit, legacy optimizer": _keras("fit_legacy"),
     "Keras's fit, legacy optimizer run eagerly": _keras("fit_legacy_eagerly"),
@@ -140,16 +165,22 @@ def _missing(configuration: Configuration, step: int, name: str) -> bool:
     return name == configuration.missing and step % 2 == 1
 
 
+def _overflows(configuration: Configuration, part: int) -> bool:
+    return configuration.overflow and (part == 3 or configuration.dynamic and part == 0)
+
+
 def _computed_in(configuration: Configuration) -> Any:
     return tf.as_dtype("float16" if configuration.loss_scale > 1 else configuration.dtype).as_numpy_dtype
 
 
 def _gradient(configuration: Configuration, rank: int, part: int, name: str) -> np.ndarray:
     """One backward pass's gradient, float32 but exact in the configuration's dtype."""
-    value = gradient(0, rank, part, name, configuration.shapes[name], dyadic=not _compressed(configuration, name))
+    exact = uncompressed_steps(configuration.compression) + configuration.overflow + configuration.dynamic
+    dyadic = part // _passes(configuration) < exact or not _compressed(configuration, name)
+    value = gradient(0, rank, part, name, configuration.shapes[name], dyadic)
     if name == configuration.sparse:
         value[np.arange(len(value)) % 3 != part % 3] = 0
-    if configuration.overflow and rank == 0 and part == 3 and value.size > 20:
+    if rank == 0 and _overflows(configuration, part) and value.size > 20:
         value.reshape(-1)[[1, 17]] = np.nan, np.inf
     return value.astype(_computed_in(configuration)).astype(np.float32)
 
@@ -165,7 +196,9 @@ def run(names: Sequence[str]) -> dict[str, Any]:
         configuration = CONFIGURATIONS[name]
         steps: list[dict[str, np.ndarray]] = []
         registry = globals()[configuration.route](configuration, steps, subset)
-        results[name] = {"steps": steps, "residuals": registry.state_dict()["residuals"]}
+        state = registry.state_dict()
+        results[name] = {"steps": steps, "residuals": state["residuals"], "levels": state["levels"],
+                         "loss_scale": state.get("loss_scale", 1.0)}
         tf.keras.backend.clear_session()
     return results
 
@@ -404,9 +437,11 @@ def _fit(configuration: Configuration, steps: list[dict[str, np.ndarray]], subse
     optimizers = tf.keras.optimizers.legacy if legacy else tf.keras.optimizers
     optimizer = distributed = wrap(optimizers.SGD(LEARNING_RATE), compression=_compression(configuration), **options)
     if configuration.loss_scale > 1:
-        optimizer = tf.keras.mixed_precision.LossScaleOptimizer(optimizer, dynamic=False,
-                                                                initial_scale=configuration.loss_scale)
-    model.compile(optimizer=optimizer, loss=lambda _, output: tf.reduce_sum(output), run_eagerly=eagerly)
+        growth = dict(dynamic_growth_steps=4) if configuration.dynamic else {}
+        optimizer = tf.keras.mixed_precision.LossScaleOptimizer(optimizer, dynamic=configuration.dynamic,
+                                                                initial_scale=configuration.loss_scale, **growth)
+    model.compile(optimizer=optimizer, loss=lambda _, output: tf.reduce_sum(output), run_eagerly=eagerly,
+                  steps_per_execution=configuration.steps_per_execution)
 
     def batches() -> Iterator[Any]:
         for part in range(STEPS * _passes(configuration)):
@@ -419,13 +454,13 @@ def _fit(configuration: Configuration, steps: list[dict[str, np.ndarray]], subse
 
     class Record(tf.keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if (batch + 1) % _passes(configuration) == 0:
+            if (batch + 1) % (_passes(configuration) * configuration.steps_per_execution) == 0:
                 steps.append({f"weight {name}": _as_float(variable) for name, variable in model.by_name.items()})
 
     callbacks = [Record()]
     if not configuration.local:  # It makes local variables equal as well, after the first batch.
         callbacks.insert(0, hvd_tensorflow_keras.callbacks.BroadcastGlobalVariablesCallback(0))
-    model.fit(data, verbose=0, callbacks=callbacks)
+    model.fit(data, verbose=0, callbacks=callbacks, steps_per_epoch=STEPS * _passes(configuration))
     assert residuals_of(model.optimizer) is residuals_of(distributed)
     return residuals_of(model.optimizer)
 
@@ -460,40 +495,66 @@ def fit_partial(*arguments: Any) -> Any:
 
 # In the test's process.
 
-def expected(name: str, size: int, rank: int) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
-    """The steps' reduced gradients and weights on a rank that exchanges, and its residuals."""
+def expected(name: str, size: int, rank: int) -> tuple[list[dict[str, np.ndarray]], dict[str, Any]]:
+    """The steps' reduced gradients and weights on a rank that exchanges, and the simulated tensors."""
+    configuration = CONFIGURATIONS[name]
+    sums, tensors = _reduced(name, size)
+    after = _multiplied_by(configuration) * (_passes(configuration) if
+                                             configuration.options.get("average_aggregated_gradients") else 1)
+    kind = tf.as_dtype(configuration.dtype).as_numpy_dtype
+    recorded = np.float64 if configuration.dtype == "float64" else np.float32
+    weights = {variable: np.zeros(shape, kind) for variable, shape in configuration.shapes.items()}
+    steps = []
+    for step, reduced in enumerate(sums):
+        gradients = {}
+        for variable, per_rank in reduced.items():
+            value = per_rank[rank] if variable == configuration.local else per_rank[0]
+            gradients[variable] = (value / np.float32(after)).astype(kind)
+            weights[variable] = np.asarray(weights[variable] - kind(LEARNING_RATE) * gradients[variable], kind)
+        if (step + 1) % configuration.steps_per_execution == 0:
+            steps.append({**{f"gradient {variable}": value.astype(recorded) for variable, value in gradients.items()},
+                          **{f"weight {variable}": value.astype(recorded) for variable, value in weights.items()}})
+    return steps, {_residual_name(configuration, variable): tensor for variable, tensor in tensors.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def _reduced(name: str, size: int) -> tuple[list[dict[str, list[np.ndarray]]], dict[str, Any]]:
+    """All ranks, simulated once: by step and variable what the exchange returns, and the simulated tensors.
+
+    What the exchange returns is one array for all ranks, or one for each where it is not exchanged; nothing in steps
+    that are skipped.
+    """
     configuration = CONFIGURATIONS[name]
     ranks = range(max(1, size // 2) if configuration.subset else size)
     average = configuration.options.get("op", "Average") == "Average"
     factor = configuration.options.get("gradient_predivide_factor", 1.0)
     scale = 1 / factor * factor / len(ranks) if average else 1.0
-    after = configuration.loss_scale * (_passes(configuration) if
-                                        configuration.options.get("average_aggregated_gradients") else 1)
-    simulated = {variable: SimulatedTensor([thresholds_of(configuration.compression, rank) for rank in ranks],
-                                           int(np.prod(configuration.shapes[variable])))
-                 for variable in configuration.shapes if _compressed(configuration, variable) and len(ranks) > 1}
-    kind = tf.as_dtype(configuration.dtype).as_numpy_dtype
-    recorded = np.float64 if configuration.dtype == "float64" else np.float32
-    weights = {variable: np.zeros(shape, kind) for variable, shape in configuration.shapes.items()}
+    tensors = {variable: simulated(configuration.compression, ranks, int(np.prod(configuration.shapes[variable])))
+               for variable in configuration.shapes if _compressed(configuration, variable) and len(ranks) > 1}
     steps = []
     for step in range(STEPS):
-        gradients = {}
-        for variable, shape in configuration.shapes.items():
+        reduced = {}
+        for variable, shape in configuration.shapes.items() if not _skipped(configuration, step) else ():
             if _missing(configuration, step, variable):
                 continue
             per_rank = [_accumulated(configuration, rank, step, variable) for rank in ranks]
-            if variable in simulated:
-                reduced = simulated[variable].step(per_rank, scale).reshape(shape)
+            if variable in tensors:
+                reduced[variable] = [tensors[variable].step(per_rank, scale).reshape(shape)]
             elif variable == configuration.local:
-                reduced = per_rank[rank] / np.float32(len(ranks))
+                reduced[variable] = [value / np.float32(len(ranks)) for value in per_rank]
             else:
-                reduced = np.sum(per_rank, axis=0, dtype=np.float32) * np.float32(scale)
-            gradients[variable] = (np.asarray(reduced, np.float32) / np.float32(after)).astype(kind)
-            weights[variable] = np.asarray(weights[variable] - kind(LEARNING_RATE) * gradients[variable], kind)
-        steps.append({**{f"gradient {variable}": value.astype(recorded) for variable, value in gradients.items()},
-                      **{f"weight {variable}": value.astype(recorded) for variable, value in weights.items()}})
-    return steps, {_residual_name(configuration, variable): tensor.residuals[rank]
-                   for variable, tensor in simulated.items()}
+                reduced[variable] = [uncompressed(per_rank, scale)]
+        steps.append(reduced)
+    return steps, tensors
+
+
+def _multiplied_by(configuration: Configuration) -> int:
+    """By what the simulated gradients are multiplied: by nothing where a dynamic scale must leave no trace."""
+    return 1 if configuration.dynamic else configuration.loss_scale
+
+
+def _skipped(configuration: Configuration, step: int) -> bool:
+    return configuration.dynamic and _overflows(configuration, step)
 
 
 def _accumulated(configuration: Configuration, rank: int, step: int, name: str) -> np.ndarray:
@@ -501,7 +562,7 @@ def _accumulated(configuration: Configuration, rank: int, step: int, name: str) 
     passes = _passes(configuration)
     total = np.zeros(tuple(configuration.shapes[name]), np.float32)
     for part in range(step * passes, (step + 1) * passes):
-        total = total + _gradient(configuration, rank, part, name) * np.float32(configuration.loss_scale)
+        total = total + _gradient(configuration, rank, part, name) * np.float32(_multiplied_by(configuration))
     return total
 
 

@@ -16,7 +16,7 @@ from hvd_twobit import payload
 from hvd_twobit.torch import TwoBit, residuals_of
 from tests.scenarios import told_by
 
-EVERYTHING = TwoBit(min_elements=0)
+EVERYTHING = TwoBit(0.5, min_elements=0)
 
 
 def _parameter(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> torch.nn.Parameter:
@@ -43,6 +43,47 @@ def another_min_elements() -> None:
 def another_min_elements_in_a_group() -> None:
     parameters = {"in_a_group.weight": _parameter(30, 40), "in_a_group.bias": _parameter(40)}
     optimizer = _optimizer(parameters, TwoBit(min_elements=1024 * hvd.rank()), groups=1)
+    _backward(parameters)
+    optimizer.step()
+
+
+def auto_on_one_rank() -> None:
+    parameters = {"auto_on_one_rank.weight": _parameter(30, 40)}
+    optimizer = _optimizer(parameters, TwoBit(threshold="auto" if hvd.rank() else 0.5, warmup_steps=1))
+    _backward(parameters)
+    optimizer.step()
+
+
+def other_blocks_on_one_rank() -> None:
+    parameters = {"other_blocks.weight": _parameter(30, 40)}
+    optimizer = _optimizer(parameters, TwoBit(block_elements=16 + 16 * hvd.rank()))
+    _backward(parameters)
+    optimizer.step()
+
+
+def another_warm_up() -> None:
+    parameters = {"another_warm_up.weight": _parameter(30, 40)}
+    optimizer = _optimizer(parameters, TwoBit(warmup_steps=hvd.rank()))
+    for _ in range(2):
+        _backward(parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def levels_of_another_step() -> None:
+    parameters = {"levels_of_another_step.weight": _parameter(30, 40)}
+    optimizer = _optimizer(parameters, TwoBit)
+    for _ in range(2):
+        _backward(parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+        residuals_of(optimizer).scale(1.0 + hvd.rank())
+
+
+def other_groups_on_one_rank() -> None:
+    parameters = {f"other_groups.{name}": _parameter(30, 40) for name in "abc"}
+    a, b, c = parameters.values()
+    optimizer = _optimizer(parameters, groups=[[a, b], [c]] if hvd.rank() else [[a], [b, c]])
     _backward(parameters)
     optimizer.step()
 
@@ -146,7 +187,8 @@ def unknown_argument() -> None:
 SCENARIOS: list[Callable[[], None]] = [
     adasum, minimum, maximum, product, plain_allreduce, complex_gradients, residuals_of_another_optimizer,
     unknown_argument, duplicate_names, overlapping_optimizers_with_equal_names, another_shape_under_a_known_name,
-    another_version_of_payload, another_min_elements, another_min_elements_in_a_group, frozen_on_one_rank,
+    another_version_of_payload, another_min_elements, another_min_elements_in_a_group, auto_on_one_rank,
+    other_blocks_on_one_rank, another_warm_up, levels_of_another_step, other_groups_on_one_rank, frozen_on_one_rank,
     another_shape_on_one_rank]
 
 

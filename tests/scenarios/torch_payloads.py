@@ -25,7 +25,7 @@ def run() -> dict[str, Any]:
     hvd.allgather_async = recording
     parameter = torch.nn.Parameter(torch.zeros(37, 61))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.25), named_parameters=[("wide", parameter)],
-                                         compression=TwoBit(threshold=0.4))
+                                         compression=TwoBit())
     reduced = []
     for step in range(3):
         (parameter * torch.from_numpy(gradient(0, hvd.rank(), step, "wide", (37, 61)))).sum().backward()
