@@ -29,6 +29,7 @@ from rich.progress import track
 from rich.table import Table
 from workers import TRAINING_TAIL, HalfPrecision, Optimizer, TwoBit, Uncompressed, train
 
+from hvd_twobit import __version__
 from hvd_twobit.bench import machine_facts
 from hvd_twobit.config import TwoBitConfig
 
@@ -87,8 +88,8 @@ def plan(quick: bool) -> Plan:
                 evaluated=16 if quick else 400)
     sgd = partial(torch.optim.SGD, momentum=0.9)
     setups = [
-        Setup(digits, "SGD", partial(sgd, lr=0.05), (0.002, 0.005, 0.01, 0.02), "test_accuracy"),
-        Setup(digits, "Adam", partial(torch.optim.Adam, lr=1e-3), (0.002, 0.005, 0.01, 0.02), "test_accuracy"),
+        Setup(digits, "SGD", partial(sgd, lr=0.05), (0.005, 0.01, 0.02, 0.05), "test_accuracy"),
+        Setup(digits, "Adam", partial(torch.optim.Adam, lr=1e-3), (0.005, 0.01, 0.02, 0.05), "test_accuracy"),
         Setup(text, "SGD", partial(sgd, lr=0.5), (0.0005, 0.001, 0.002, 0.005), "train_loss"),
         Setup(text, "Adam", partial(torch.optim.Adam, lr=3e-3), (0.0005, 0.001, 0.002, 0.005), "train_loss"),
     ]
@@ -273,7 +274,8 @@ def main(output: pathlib.Path, names: tuple[str, ...], quick: bool) -> None:
     if names:
         whole = dataclasses.replace(whole, setups=[setup for setup in whole.setups if setup.problem.name in names])
     output.mkdir(parents=True, exist_ok=True)
-    settings = {"quick": quick, "training_tail": TRAINING_TAIL, "python": platform.python_version()}
+    settings = {"quick": quick, "training_tail": TRAINING_TAIL, "hvd_twobit": __version__,
+                "python": platform.python_version()}
     results = Results(output / "convergence.json", settings)
     missing = [(setup, identity) for setup, identity in whole.runs() if not results.find(**identity)]
     bar = Console(stderr=True)

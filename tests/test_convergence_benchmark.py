@@ -20,7 +20,7 @@ from hvd_twobit.config import DEFAULT_BLOCK_ELEMENTS  # noqa: E402
 
 from .launcher import REPOSITORY  # noqa: E402
 
-METHODS = {("digits", "SGD"): {"uncompressed", "fp16", "fixed 0.5", "fixed 0.005", "fixed 0.01", "auto"},
+METHODS = {("digits", "SGD"): {"uncompressed", "fp16", "fixed 0.5", "fixed 0.01", "fixed 0.02", "auto"},
            ("LSTM", "Adam"): {"uncompressed", "fp16", "fixed 0.5", "fixed 0.001", "fixed 0.002", "auto"}}
 
 
