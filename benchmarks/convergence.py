@@ -24,6 +24,7 @@ import click
 import numpy as np
 import torch
 from problems import Digits, Problem, Text
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -137,6 +138,10 @@ class Results:
         """The runs that agree with what is given."""
         return [run for run in self.runs if all(run[key] == value for key, value in identity.items())]
 
+    def of_setup(self, setup: Setup, workers: int, method: str) -> list[dict]:
+        """The runs of a method in a setup, whatever the seed."""
+        return self.find(problem=setup.problem.name, optimizer=setup.optimizer_name, workers=workers, method=method)
+
     def add(self, run: dict) -> None:
         """Keep a run, also if the program ends now."""
         self.runs.append(run)
@@ -148,84 +153,101 @@ class Results:
 
 
 @dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds and its standard error; the error is NaN where one seed or an infinite loss gives none."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        if len(values) < 2 or not all(map(math.isfinite, values)):
+            return cls(statistics.fmean(values), math.nan)
+        return cls(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))
+
+    def text(self, spec: str) -> str:
+        """Mean and error, both formatted; the error without a sign."""
+        error = "" if math.isnan(self.error) else f" ± {self.error:{spec.replace('+', '')}}"
+        return f"{self.mean:{spec}}{error}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Summary:
-    """One method in one setup: means over seeds. Losses in nats; infinite where a training broke off."""
+    """One method in one setup.
+
+    Attributes:
+        train_loss, test_loss: in nats; infinite or NaN where a training broke off.
+        test_accuracy: in percent.
+        above_percent: by how much the training loss is above that of uncompressed gradients with the same seed.
+        points: by how many percentage points the test accuracy is above it.
+        bytes_per_step: what one worker sent, all steps together, divided by their number.
+        seeds: how many there were.
+    """
 
     method: str
-    train_loss: float
-    train_loss_error: float
-    test_loss: float
-    test_accuracy: float
-    test_accuracy_error: float
+    train_loss: Estimate
+    test_loss: Estimate
+    test_accuracy: Estimate
+    above_percent: Estimate
+    points: Estimate
     bytes_per_step: float
     seeds: int
 
     @classmethod
-    def of(cls, method: str, runs: Sequence[dict]) -> Summary:
-        """Summarize the runs of a method; errors are standard errors of the mean."""
-        train, accuracy = ([run[key] for run in runs] for key in ("train_loss", "test_accuracy"))
-        return cls(method, statistics.fmean(train), _standard_error(train),
-                   statistics.fmean(run["test_loss"] for run in runs), statistics.fmean(accuracy),
-                   _standard_error(accuracy), statistics.fmean(run["bytes_per_step"] for run in runs), len(runs))
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    if len(values) < 2 or not all(map(math.isfinite, values)):
-        return math.nan
-    return statistics.stdev(values) / math.sqrt(len(values))
+    def of(cls, method: str, runs: Sequence[dict], uncompressed: Sequence[dict]) -> Summary:
+        """Summarize the runs of a method; ``uncompressed`` are those without compression, in the order of seeds too."""
+        pairs = list(zip(runs, uncompressed))
+        return cls(method, *(Estimate.of([run[key] for run in runs]) for key in ("train_loss", "test_loss")),
+                   Estimate.of([100 * run["test_accuracy"] for run in runs]),
+                   Estimate.of([100 * (run["train_loss"] / base["train_loss"] - 1) for run, base in pairs]),
+                   Estimate.of([100 * (run["test_accuracy"] - base["test_accuracy"]) for run, base in pairs]),
+                   statistics.fmean(run["bytes_per_step"] for run in runs), len(runs))
 
 
 def summaries(results: Results, setup: Setup, workers: int) -> dict[str, Summary]:
-    """By method, for what has been run."""
-    found = {method: results.find(problem=setup.problem.name, optimizer=setup.optimizer_name, workers=workers,
-                                  method=method) for method in setup.methods}
-    return {method: Summary.of(method, runs) for method, runs in found.items() if runs}
+    """By method, over the seeds with which every method has been run; empty where there is none."""
+    found = {method: {run["seed"]: run for run in results.of_setup(setup, workers, method)} for method in setup.methods}
+    seeds = sorted(set.intersection(*(set(runs) for runs in found.values())))
+    complete = {method: [runs[seed] for seed in seeds] for method, runs in found.items()}
+    return {method: Summary.of(method, runs, complete[UNCOMPRESSED]) for method, runs in complete.items() if seeds}
 
 
 def best_fixed(setup: Setup, by_method: dict[str, Summary]) -> Summary:
     """The best of the setup's thresholds; the measure's ties are broken by the training loss."""
-    candidates = [by_method[method] for method in map(_fixed, setup.thresholds) if method in by_method]
+    candidates = [by_method[_fixed(threshold)] for threshold in setup.thresholds]
     if setup.judged_by == "test_accuracy":
-        return min(candidates, key=lambda summary: (-summary.test_accuracy, summary.train_loss))
-    return min(candidates, key=lambda summary: summary.train_loss)
+        return min(candidates, key=lambda summary: (-summary.test_accuracy.mean, summary.train_loss.mean))
+    return min(candidates, key=lambda summary: summary.train_loss.mean)
 
 
 def table(setup: Setup, workers: int, by_method: dict[str, Summary]) -> Table:
     """One setup's results."""
-    base = by_method[UNCOMPRESSED]
-    made = Table(title=f"{setup.problem.name}, {setup.optimizer_name}, {workers} workers, mean of {base.seeds} seed(s)")
+    made = Table(title=f"{setup.problem.name}, {setup.optimizer_name}, {workers} workers, "
+                       f"seeds: {by_method[UNCOMPRESSED].seeds}", box=SIMPLE_HEAD, title_justify="left")
     made.add_column("gradients", no_wrap=True)
-    for heading in ("train loss", "above\nuncompressed", "test loss", "test accuracy", "bytes per\nstep"):
+    for heading in ("train loss", "above\nuncompressed, %", "test loss", "test\naccuracy, %", "bytes per\nstep"):
         made.add_column(heading, justify="right", no_wrap=True)
     best = best_fixed(setup, by_method)
     for method, summary in by_method.items():
-        made.add_row(method + (" (best)" if summary is best else ""),
-                     f"{summary.train_loss:.4f}{_plus_minus(summary.train_loss_error, 4)}",
-                     f"{100 * (summary.train_loss / base.train_loss - 1):+.1f} %", f"{summary.test_loss:.4f}",
-                     f"{100 * summary.test_accuracy:.2f}{_plus_minus(100 * summary.test_accuracy_error, 2)} %",
-                     f"{summary.bytes_per_step:,.0f}")
+        made.add_row(method + (" (best)" if summary is best else ""), summary.train_loss.text(".4f"),
+                     summary.above_percent.text("+.1f"), summary.test_loss.text(".4f"),
+                     summary.test_accuracy.text(".2f"), f"{summary.bytes_per_step:,.0f}")
     return made
 
 
-def _plus_minus(error: float, digits: int) -> str:
-    return "" if math.isnan(error) else f" ± {error:.{digits}f}"
-
-
 def verdicts(setup: Setup, workers: int, by_method: dict[str, Summary]) -> list[str]:
-    """What was wanted of adaptive levels, and whether it is so."""
-    auto, base, fixed = by_method[AUTO], by_method[UNCOMPRESSED], best_fixed(setup, by_method)
+    """What was wanted of adaptive levels, and whether it is so, by the means over seeds."""
+    auto, fixed = by_method[AUTO], best_fixed(setup, by_method)
     where = f"{setup.problem.name}, {setup.optimizer_name}, {workers} workers:"
     if setup.judged_by == "test_accuracy":
-        points = 100 * (auto.test_accuracy - base.test_accuracy)
-        more = 100 * (auto.test_accuracy - fixed.test_accuracy)
-        return [f"{where} accuracy of auto {points:+.2f} points from uncompressed (limit -{ACCURACY_LIMIT_POINTS}): "
-                + _met(points >= -ACCURACY_LIMIT_POINTS),
+        more = auto.test_accuracy.mean - fixed.test_accuracy.mean
+        return [f"{where} accuracy of auto {auto.points.text('+.2f')} points from uncompressed "
+                f"(limit -{ACCURACY_LIMIT_POINTS}): " + _met(auto.points.mean >= -ACCURACY_LIMIT_POINTS),
                 f"{where} accuracy of auto {more:+.2f} points from {fixed.method}, the best (wanted: above 0): "
                 + _met(more > 0)]
-    percent = 100 * (auto.train_loss / base.train_loss - 1)
-    more = 100 * (auto.train_loss / fixed.train_loss - 1)
-    return [f"{where} loss of auto {percent:+.1f} % from uncompressed (limit +{LOSS_LIMIT_PERCENT}): "
-            + _met(percent <= LOSS_LIMIT_PERCENT),
+    more = 100 * (auto.train_loss.mean / fixed.train_loss.mean - 1)
+    return [f"{where} loss of auto {auto.above_percent.text('+.1f')} % from uncompressed "
+            f"(limit +{LOSS_LIMIT_PERCENT:g}): " + _met(auto.above_percent.mean <= LOSS_LIMIT_PERCENT),
             f"{where} loss of auto {more:+.1f} % from {fixed.method}, the best (wanted: below 0): " + _met(more < 0)]
 
 
@@ -244,10 +266,11 @@ def draw(results: Results, whole: Plan, path: pathlib.Path) -> None:
     figure, panels = plt.subplots(rows, columns, figsize=(5 * columns, 3.4 * rows), layout="constrained", squeeze=False)
     for setup, axes in zip(whole.setups, panels.flat):
         by_method = summaries(results, setup, workers)
+        if not by_method:
+            continue
         shown = [UNCOMPRESSED, FP16, MXNET, best_fixed(setup, by_method).method, AUTO]
         for method, style in zip(shown, ("k-", "c--", "C7:", "C1-.", "C3-")):
-            runs = results.find(problem=setup.problem.name, optimizer=setup.optimizer_name, workers=workers,
-                                method=method)
+            runs = results.of_setup(setup, workers, method)
             length = min(len(run["losses"]) for run in runs)
             mean = np.mean([run["losses"][:length] for run in runs], axis=0)
             width = min(8, length)
@@ -266,8 +289,9 @@ def draw(results: Results, whole: Plan, path: pathlib.Path) -> None:
               show_default=True, help="Folder for convergence.json and convergence.png; results there are continued.")
 @click.option("--problem", "names", type=click.Choice(["digits", "LSTM"]), multiple=True,
               help="Run this problem only; may be repeated.")
+@click.option("--report", is_flag=True, help="Run nothing: show what is in OUTPUT, for seeds that are complete.")
 @click.option("--quick", is_flag=True, help="A few steps of everything: shows that it works, and nothing else.")
-def main(output: pathlib.Path, names: tuple[str, ...], quick: bool) -> None:
+def main(output: pathlib.Path, names: tuple[str, ...], report: bool, quick: bool) -> None:
     """Compare training with TwoBit to training with uncompressed and fp16 gradients."""
     torch.set_num_threads(1)
     whole = plan(quick)
@@ -277,7 +301,7 @@ def main(output: pathlib.Path, names: tuple[str, ...], quick: bool) -> None:
     settings = {"quick": quick, "training_tail": TRAINING_TAIL, "hvd_twobit": __version__,
                 "python": platform.python_version()}
     results = Results(output / "convergence.json", settings)
-    missing = [(setup, identity) for setup, identity in whole.runs() if not results.find(**identity)]
+    missing = [] if report else [(setup, identity) for setup, identity in whole.runs() if not results.find(**identity)]
     bar = Console(stderr=True)
     for setup, identity in track(missing, "training", console=bar, transient=True, disable=not bar.is_terminal):
         reducer = reducer_of(identity["method"], identity["workers"])
@@ -289,6 +313,8 @@ def main(output: pathlib.Path, names: tuple[str, ...], quick: bool) -> None:
     for setup in whole.setups:
         for workers in whole.workers:
             by_method = summaries(results, setup, workers)
+            if not by_method:
+                continue
             console.print(table(setup, workers, by_method))
             lines += verdicts(setup, workers, by_method)
     for line in [] if quick else lines:

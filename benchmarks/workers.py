@@ -101,8 +101,8 @@ def train(problem: Problem, optimizer: Optimizer, reducer: Uncompressed, workers
         seed: of weights and batches.
 
     Returns:
-        ``losses``: the mean over workers of each step's training loss, in nats, before the step; shorter than the
-        training if it became infinite or NaN. ``train_loss``: mean of the last ``TRAINING_TAIL``. ``test_loss`` and
+        ``losses``: the mean over workers of each step's training loss, in nats, before the step; they end early where
+        one is infinite or NaN. ``train_loss``: mean of the last ``TRAINING_TAIL``, or infinite. ``test_loss`` and
         ``test_accuracy`` of the trained model. ``bytes_per_step``: what one worker sent per step.
         ``mean_gradient``: mean magnitude of a worker's gradient elements, over the whole training.
     """
@@ -129,7 +129,7 @@ def train(problem: Problem, optimizer: Optimizer, reducer: Uncompressed, workers
             nn.utils.clip_grad_norm_(named.values(), problem.largest_norm)
         stepper.step()
     tail = losses[-TRAINING_TAIL:]
-    return {"train_loss": math.fsum(tail) / len(tail), **problem.evaluate(model),
+    return {"train_loss": math.fsum(tail) / len(tail) if math.isfinite(losses[-1]) else math.inf, **problem.evaluate(model),
             "bytes_per_step": reducer.sent_bytes / len(losses),
             "mean_gradient": magnitude / len(losses) / sum(parameter.numel() for parameter in named.values()),
             "losses": losses}

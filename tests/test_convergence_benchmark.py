@@ -103,6 +103,7 @@ def test_continues_what_was_interrupted(written: dict[str, Any], tmp_path: pathl
     kept = [run for run in written["runs"] if run["method"] != "auto"]
     path = tmp_path / "convergence.json"
     path.write_text(json.dumps({**written, "runs": kept}))
+    assert "digits" not in benchmark(tmp_path, "--quick", "--report").stdout, "a comparison without auto is none"
     assert benchmark(tmp_path, "--quick", "--problem", "digits").returncode == 0
     runs = json.loads(path.read_text())["runs"]
     assert runs[:len(kept)] == kept
