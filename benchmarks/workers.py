@@ -129,7 +129,8 @@ def train(problem: Problem, optimizer: Optimizer, reducer: Uncompressed, workers
             nn.utils.clip_grad_norm_(named.values(), problem.largest_norm)
         stepper.step()
     tail = losses[-TRAINING_TAIL:]
-    return {"train_loss": math.fsum(tail) / len(tail) if math.isfinite(losses[-1]) else math.inf, **problem.evaluate(model),
+    return {"train_loss": math.fsum(tail) / len(tail) if math.isfinite(losses[-1]) else math.inf,
+            **problem.evaluate(model),
             "bytes_per_step": reducer.sent_bytes / len(losses),
             "mean_gradient": magnitude / len(losses) / sum(parameter.numel() for parameter in named.values()),
             "losses": losses}
