@@ -225,13 +225,17 @@ def table(setup: Setup, workers: int, by_method: dict[str, Summary]) -> Table:
     made = Table(title=f"{setup.problem.name}, {setup.optimizer_name}, {workers} workers, "
                        f"seeds: {by_method[UNCOMPRESSED].seeds}", box=SIMPLE_HEAD, title_justify="left")
     made.add_column("gradients", no_wrap=True)
-    for heading in ("train loss", "above\nuncompressed, %", "test loss", "test\naccuracy, %", "bytes per\nstep"):
+    # Losses of the digits end near zero, where a ratio says nothing.
+    by_accuracy = setup.judged_by == "test_accuracy"
+    for heading in ("train loss", "test loss", "test\naccuracy, %", "above uncompressed,\n"
+                    + ("points of accuracy" if by_accuracy else "% of train loss"), "bytes per\nstep"):
         made.add_column(heading, justify="right", no_wrap=True)
     best = best_fixed(setup, by_method)
     for method, summary in by_method.items():
+        above = summary.points.text("+.2f") if by_accuracy else summary.above_percent.text("+.1f")
         made.add_row(method + (" (best)" if summary is best else ""), summary.train_loss.text(".4f"),
-                     summary.above_percent.text("+.1f"), summary.test_loss.text(".4f"),
-                     summary.test_accuracy.text(".2f"), f"{summary.bytes_per_step:,.0f}")
+                     summary.test_loss.text(".4f"), summary.test_accuracy.text(".2f"), above,
+                     f"{summary.bytes_per_step:,.0f}")
     return made
 
 
@@ -277,7 +281,7 @@ def draw(results: Results, whole: Plan, path: pathlib.Path) -> None:
             smooth = np.convolve(mean, np.ones(width) / width, "valid")
             axes.plot(np.arange(width, length + 1), smooth, style, linewidth=1.3, label=method)
         axes.set(title=f"{setup.problem.name}, {setup.optimizer_name}, {workers} workers", xlabel="step",
-                 ylabel="training loss", yscale="log")
+                 ylabel="training loss", yscale="log" if setup.judged_by == "test_accuracy" else "linear")
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=90)
@@ -294,13 +298,13 @@ def draw(results: Results, whole: Plan, path: pathlib.Path) -> None:
 def main(output: pathlib.Path, names: tuple[str, ...], report: bool, quick: bool) -> None:
     """Compare training with TwoBit to training with uncompressed and fp16 gradients."""
     torch.set_num_threads(1)
-    whole = plan(quick)
-    if names:
-        whole = dataclasses.replace(whole, setups=[setup for setup in whole.setups if setup.problem.name in names])
     output.mkdir(parents=True, exist_ok=True)
     settings = {"quick": quick, "training_tail": TRAINING_TAIL, "hvd_twobit": __version__,
                 "python": platform.python_version()}
     results = Results(output / "convergence.json", settings)
+    whole = plan(quick)
+    if names:
+        whole = dataclasses.replace(whole, setups=[setup for setup in whole.setups if setup.problem.name in names])
     missing = [] if report else [(setup, identity) for setup, identity in whole.runs() if not results.find(**identity)]
     bar = Console(stderr=True)
     for setup, identity in track(missing, "training", console=bar, transient=True, disable=not bar.is_terminal):
