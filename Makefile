@@ -33,10 +33,10 @@ bench: setup  ## measure the kernels
 	@.venv/bin/python -m hvd_twobit bench kernels
 
 lint: setup  ## check style and types
-	@.venv/bin/python -m ruff check hvd_twobit examples tests
+	@.venv/bin/python -m ruff check hvd_twobit benchmarks examples tests
 	@.venv/bin/python -m mypy
 
 clean:  ## remove .venv and everything else that was made here (the cached wheel of Horovod stays)
 	@if [ -e .venv ] && [ ! -e .venv/hvd_twobit.stamp ]; then echo "not made by make, so not removed: .venv"; else rm -rf .venv; fi
 	rm -rf build dist results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find hvd_twobit examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find hvd_twobit benchmarks examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
