@@ -117,12 +117,13 @@ class Codec:
         """
         state = self._residuals.tensor(name, shape)
         buffer = self._buffer(name, shape, gradient.size)
-        quantizer = self._levels.quantizer(state.levels, gradient.size)
+        loss_scale = self._residuals.loss_scale or 1.0
+        quantizer = self._levels.quantizer(state.levels, gradient.size, loss_scale)
         state.remember(with_residual=self._residuals.can_undo)
         state.statistics.before(gradient)
         residual = state.residual
         selected_sum, selected_count = self._kernels.quantize_pack(gradient, residual, buffer.codes, quantizer)
-        buffer.layout.write_header(buffer.payload, self._levels.header(state.levels, gradient.size))
+        buffer.layout.write_header(buffer.payload, self._levels.header(state.levels, gradient.size, loss_scale))
         self._levels.write_table(buffer.table, selected_sum, selected_count, residual)
         state.statistics.after(residual, int(selected_count.sum()), float(quantizer.positive_level.mean()),
                                buffer.payload.size)

@@ -44,11 +44,12 @@ LEVEL_OF_MEAN = 2.0
 """An adaptive level in relation to the mean magnitude, where nothing else is known."""
 
 _FLOAT32_MAX = np.finfo(np.float32).max
+_FLOAT32_TINY = np.finfo(np.float32).smallest_subnormal
 _BLOCKS_AT_ONCE = 256  # Keeps temporaries small.
 
 
 class FixedLevels:
-    """The configured thresholds, for every tensor and step."""
+    """The configured thresholds, for every tensor and step, in the unit in which gradients are exchanged."""
 
     def __init__(self, positive: float, negative: float) -> None:
         self._positive, self._negative = positive, negative
@@ -60,13 +61,19 @@ class FixedLevels:
     def first(self, reduced: np.ndarray, factor: float) -> None:
         """The levels after an uncompressed exchange: none are kept, whatever the gradient was."""
 
-    def quantizer(self, levels: np.ndarray | None, elements: int) -> Quantizer:
-        """The quantizer of a tensor."""
-        return Quantizer.fixed(self._positive, self._negative, elements)
+    def quantizer(self, levels: np.ndarray | None, elements: int, loss_scale: float = 1.0) -> Quantizer:
+        """The quantizer of a tensor whose gradients are multiplied by ``loss_scale``."""
+        return Quantizer.fixed(*self._scaled(loss_scale), elements)
 
-    def header(self, levels: np.ndarray | None, elements: int) -> Header:
+    def header(self, levels: np.ndarray | None, elements: int, loss_scale: float = 1.0) -> Header:
         """The header that tells receivers what the codes of a tensor stand for."""
-        return Header(elements, self._positive, self._negative)
+        return Header(elements, *self._scaled(loss_scale))
+
+    def _scaled(self, loss_scale: float) -> tuple[float, float]:
+        """The thresholds, multiplied like the gradient; float32, finite and not zero."""
+        positive, negative = (float(np.clip(threshold * loss_scale, _FLOAT32_TINY, _FLOAT32_MAX).astype(np.float32))
+                              for threshold in np.array([self._positive, -self._negative]))
+        return positive, -negative
 
     def of_senders(self, levels: np.ndarray | None, received: Received) -> np.ndarray:
         """What codes stand for: float32[ranks, 1, 2], positive and negative level of each rank."""
@@ -105,13 +112,13 @@ class AdaptiveLevels:
             return None
         return within_limits(LEVEL_OF_MEAN * factor * sums / np.maximum(self._sizes(reduced.size), 1))
 
-    def quantizer(self, levels: np.ndarray | None, elements: int) -> Quantizer:
-        """The quantizer of a tensor: decides at ``DECISION`` of the level."""
+    def quantizer(self, levels: np.ndarray | None, elements: int, loss_scale: float = 1.0) -> Quantizer:
+        """The quantizer of a tensor: decides at ``DECISION`` of the level, which is one of scaled gradients already."""
         assert levels is not None
         threshold = levels * DECISION
         return Quantizer(self._block_elements, threshold, -threshold, levels, -levels)
 
-    def header(self, levels: np.ndarray | None, elements: int) -> Header:
+    def header(self, levels: np.ndarray | None, elements: int, loss_scale: float = 1.0) -> Header:
         """The header, with the levels' checksum."""
         assert levels is not None
         return Header(elements, block_elements=self._block_elements, levels_checksum=zlib.crc32(levels.tobytes()))

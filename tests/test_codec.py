@@ -253,3 +253,22 @@ def test_an_undone_step_leaves_the_rank_as_it_was(steps_before: int) -> None:
         assert after[part].keys() == before[part].keys()
         for name in before[part]:
             assert_same_bits(after[part][name], before[part][name], part)
+
+
+def test_a_fixed_threshold_is_in_the_unit_of_the_gradient_before_it_is_scaled() -> None:
+    one, registry = codec("numba", 0.5, -0.25)
+    values = gradient(1, 0, 0, "w", SHAPE).reshape(-1)
+    plain, _ = codec("numba", 0.5, -0.25)
+    registry.follow_loss_scale(1024.0)
+    out, wanted = np.empty((2, ELEMENTS), np.float32)
+    one.decode("w", SHAPE, one.encode("w", SHAPE, values * 1024), 1, out, 1.0)
+    plain.decode("w", SHAPE, plain.encode("w", SHAPE, values), 1, wanted, 1.0)
+    assert_same_bits(out / 1024, wanted, "sum")
+
+
+@pytest.mark.parametrize("loss_scale", [2.0 ** 127, 2.0 ** -126])
+def test_a_fixed_threshold_stays_usable_at_any_loss_scale(loss_scale: float) -> None:
+    one, registry = codec("numba", 1e20, -1e-30)
+    registry.follow_loss_scale(loss_scale)
+    out = np.empty(ELEMENTS, np.float32)
+    one.decode("w", SHAPE, one.encode("w", SHAPE, np.ones(ELEMENTS, np.float32)), 1, out, 1.0)

@@ -61,7 +61,8 @@ def test_sync_takes_levels_from_rank_0_and_leaves_residuals_where_they_are() -> 
         assert levels_of(residuals) == [0.25, 0.25]
         assert residuals.state_dict()["uncompressed_steps"] == {"w": 1}
     assert (survivor["w"] == 5).all() and (rank_0["w"] == 3).all()
-    assert newcomer.shared()["shapes"] == {"w": (40, 50)} and len(newcomer) == 0, "memory is taken when it is first needed"
+    assert newcomer.shared()["shapes"] == {"w": (40, 50)}
+    assert len(newcomer) == 0, "memory is taken when it is first needed"
 
 
 def test_sync_brings_a_residual_into_the_unit_of_rank_0() -> None:

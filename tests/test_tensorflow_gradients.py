@@ -27,7 +27,7 @@ def test_gradients_equal_the_simulation_of_all_ranks_for_20_steps(ranks: int, na
                 assert_same_bits(found[key], wanted[key], f"step {number}, rank {rank}, {key}")
             recorded = {key.partition(" ")[0] for key in found}
             assert found.keys() == {key for key in wanted if key.partition(" ")[0] in recorded} and "weight" in recorded
-        scale = np.float32(result["loss_scale"] if scenario.CONFIGURATIONS[name].dynamic else 1)
+        scale = np.float32(result["loss_scale"])
         assert result["residuals"].keys() == tensors.keys()
         assert result["levels"].keys() == {tensor for tensor in tensors if len(tensors[tensor].levels)}
         for tensor, found in result["residuals"].items():

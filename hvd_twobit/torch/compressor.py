@@ -35,7 +35,7 @@ class TwoBit(TwoBitParameters, Compressor):
     ``optimizer.skip_synchronize()``. The scaler is recognized there, and residuals and levels follow its scale. An
     overflow on one rank reaches all: every rank skips the step, and residuals are as they were before it, for which a
     copy of each is kept. Tell the scaler as ``scaler=`` where residuals are loaded that were saved at another scale. A
-    fixed threshold is in the unit of the scaled gradient, and stays as it is when the scale changes.
+    fixed threshold is in the unit of the gradient before it is scaled.
 
     When not to use it: where the link carries a step's gradients in less time than the CPU takes to compress them,
     with one process (nothing is sent), or with more than 16 ranks, where an allgather of two bits per element receives

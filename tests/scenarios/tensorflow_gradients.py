@@ -128,6 +128,8 @@ CONFIGURATIONS = {
     "Keras's fit with adaptive levels, many steps per execution": _keras("fit", {}, steps_per_execution=5),
     "Keras's fit with adaptive levels, dynamic loss scale": _keras("fit", {}, loss_scale=64, dynamic=True,
                                                                    overflow=True),
+    "Keras's fit with a fixed threshold, dynamic loss scale": _keras("fit", dict(threshold=0.375), loss_scale=64,
+                                                                     dynamic=True, overflow=True),
     "Keras's fit with adaptive levels, dynamic loss scale, legacy": _keras("fit_legacy", {}, loss_scale=64,
                                                                            dynamic=True, overflow=True),
     "Keras's fit, run eagerly": _keras("fit_eagerly"),
@@ -144,8 +146,8 @@ CONFIGURATIONS = {
     "Keras's fit, predivided": _keras("fit", options=dict(gradient_predivide_factor=4.0)),
     "Keras's fit in a process set": _keras("fit", subset=True),
     "Keras's fit with a local layer": _keras("fit_partial", local="row"),
-    "Keras's fit in mixed precision": _keras("fit", loss_scale=8, compression=dict(threshold=3.0)),
-    "Keras's fit in mixed precision, legacy": _keras("fit_legacy", loss_scale=8, compression=dict(threshold=3.0)),
+    "Keras's fit in mixed precision": _keras("fit", loss_scale=8, compression=dict(threshold=0.375)),
+    "Keras's fit in mixed precision, legacy": _keras("fit_legacy", loss_scale=8, compression=dict(threshold=0.375)),
 }
 
 
@@ -499,8 +501,7 @@ def expected(name: str, size: int, rank: int) -> tuple[list[dict[str, np.ndarray
     """The steps' reduced gradients and weights on a rank that exchanges, and the simulated tensors."""
     configuration = CONFIGURATIONS[name]
     sums, tensors = _reduced(name, size)
-    after = _multiplied_by(configuration) * (_passes(configuration) if
-                                             configuration.options.get("average_aggregated_gradients") else 1)
+    after = _passes(configuration) if configuration.options.get("average_aggregated_gradients") else 1
     kind = tf.as_dtype(configuration.dtype).as_numpy_dtype
     recorded = np.float64 if configuration.dtype == "float64" else np.float32
     weights = {variable: np.zeros(shape, kind) for variable, shape in configuration.shapes.items()}
@@ -520,6 +521,8 @@ def expected(name: str, size: int, rank: int) -> tuple[list[dict[str, np.ndarray
 @functools.lru_cache(maxsize=1)
 def _reduced(name: str, size: int) -> tuple[list[dict[str, list[np.ndarray]]], dict[str, Any]]:
     """All ranks, simulated once: by step and variable what the exchange returns, and the simulated tensors.
+
+    A loss scale, which is a power of two, must leave no trace, so there is none here.
 
     What the exchange returns is one array for all ranks, or one for each where it is not exchanged; nothing in steps
     that are skipped.
@@ -548,11 +551,6 @@ def _reduced(name: str, size: int) -> tuple[list[dict[str, list[np.ndarray]]], d
     return steps, tensors
 
 
-def _multiplied_by(configuration: Configuration) -> int:
-    """By what the simulated gradients are multiplied: by nothing where a dynamic scale must leave no trace."""
-    return 1 if configuration.dynamic else configuration.loss_scale
-
-
 def _skipped(configuration: Configuration, step: int) -> bool:
     return configuration.dynamic and _overflows(configuration, step)
 
@@ -562,7 +560,7 @@ def _accumulated(configuration: Configuration, rank: int, step: int, name: str) 
     passes = _passes(configuration)
     total = np.zeros(tuple(configuration.shapes[name]), np.float32)
     for part in range(step * passes, (step + 1) * passes):
-        total = total + _gradient(configuration, rank, part, name) * np.float32(_multiplied_by(configuration))
+        total = total + _gradient(configuration, rank, part, name)
     return total
 
 

@@ -54,6 +54,7 @@ CONFIGURATIONS = {
     "adaptive levels, unscaled by the script": Configuration(unscales=True),
     "adaptive levels, groups and warm-up": Configuration(dict(warmup_steps=2), options=dict(groups=2)),
     "adaptive levels of everything": Configuration(dict(min_elements=0)),
+    "a fixed threshold, the scaler told": Configuration(dict(threshold=0.375), told=True),
     "resumed with the scaler's state": Configuration(resumes_at=12),
     "resumed with another scale": Configuration(told=True, resumes_at=12, forgets_scaler=True),
 }
