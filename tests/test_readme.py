@@ -49,7 +49,7 @@ def test_residuals_survive_a_file(registry: ResidualRegistry, tmp_path: pathlib.
                                   monkeypatch: pytest.MonkeyPatch) -> None:
     before = registry["layer.weight"].copy()
     monkeypatch.chdir(tmp_path)
-    save, load = block_with(".save(").strip().rsplit("\n", 1)
+    save, load = block_with("in the job that resumes").strip().rsplit("\n", 1)
     rank = type("hvd", (), {"rank": staticmethod(lambda: 3)})
     names = {"optimizer": None, "hvd": rank}
     exec(save, names)
@@ -57,3 +57,16 @@ def test_residuals_survive_a_file(registry: ResidualRegistry, tmp_path: pathlib.
     exec(load, names)
     np.testing.assert_array_equal(registry["layer.weight"], before)
     assert (tmp_path / "residuals_3.npz").exists()
+
+
+def test_files_of_residuals_become_those_of_another_number_of_ranks(
+        registry: ResidualRegistry, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for rank in range(4):
+        registry.save(f"residuals_{rank}.npz")
+    exec(block_with("redistribute("), {})
+    assert len(list(tmp_path.glob("residuals_of_3_?.npz"))) == 3
+    other = ResidualRegistry()
+    other.load("residuals_of_3_0.npz")
+    for name in registry:
+        np.testing.assert_array_equal(other[name], 2 * registry[name])
