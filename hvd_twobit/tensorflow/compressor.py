@@ -39,8 +39,8 @@ class TwoBit(TwoBitParameters, Compressor):
     that ``get_scaled_loss`` returned and ``tape.gradient`` is given; where you scale a loss by other means, call
     ``residuals_of(optimizer).scale(new / old)`` when the scale changes. An overflow on one rank reaches all: every rank
     skips the step, and residuals are as they were before it, for which a copy of each is kept. A fixed threshold is in
-    the unit of the gradient before it is scaled. Not with ``backward_passes_per_step``: there Keras changes the scale of
-    each rank by itself, and ranks whose scales differ are told so.
+    the unit of the gradient before it is scaled. Not with ``backward_passes_per_step``: there Keras changes the scale
+    of each rank by itself, and ranks whose scales differ are told so.
 
     With Keras's optimizers Horovod 0.28.1 exchanges gradients in ``fit`` and ``minimize`` only: those that you hand to
     ``apply_gradients`` have to come from a ``DistributedGradientTape``. Gradients of gradients do not pass through an
