@@ -23,7 +23,8 @@ pytestmark = pytest.mark.timeout(900)  # Waits of the job have deadlines of thei
 def registry(value: float, **others: object) -> ResidualRegistry:
     """A registry of one tensor, whose residual has one value everywhere and levels another."""
     made = ResidualRegistry()
-    made.load_state_dict({"format_version": 1, "residuals": {"w": np.full((40, 50), value, np.float32)},
+    made.load_state_dict({"format_version": 1, "shapes": {"w": (40, 50)},
+                          "residuals": {"w": np.full((40, 50), value, np.float32)},
                           "levels": {"w": np.full(2, 0.25, np.float32)}, "uncompressed_steps": {"w": 1}, **others})
     return made
 

@@ -35,13 +35,13 @@ EXPECTED: dict[str, Any] = {
     "a_cloned_model": [0.0, -0.5, -0.5],
     "a_layer_used_twice": -0.5,
     "a_train_step_of_the_users_own": -1.0,
-    # Gradients of 1/16 times 4, then 8: nothing, then 0.5 of 1, which are 1/16 of gradient; 0.5 is left. The other:
-    # 0.5 of 4, then 0.5 of 7 + 8; 14.5 are left.
-    "two_loss_scales": [[-0.0625, 8.0, 0.5], [-0.5 / 64 - 0.5 / 128, 128.0, 14.5]],
-    "two_loss_scales_eagerly": [[-0.0625, 8.0, 0.5], [-0.5 / 64 - 0.5 / 128, 128.0, 14.5]],
+    # Gradients of 1/16 and a threshold of 3/32: nothing is sent, then 3/32 of 2/16; 1/32 is left, times a scale that has
+    # become 8 or 128.
+    "two_loss_scales": [[-3 / 32, 8.0, 8 / 32], [-3 / 32, 128.0, 128 / 32]],
+    "two_loss_scales_eagerly": [[-3 / 32, 8.0, 8 / 32], [-3 / 32, 128.0, 128 / 32]],
     "two_losses_changed_after_they_were_scaled": True,
-    "a_loss_changed_after_it_was_scaled": [-0.0625, 8.0, 0.5],
-    "an_unscaled_loss_beside_a_scaled_one": [[-0.0625, 8.0, 0.5], [0.0, None, 0.125]],
+    "a_loss_changed_after_it_was_scaled": [-3 / 32, 8.0, 8 / 32],
+    "an_unscaled_loss_beside_a_scaled_one": [[-3 / 32, 8.0, 8 / 32], [-3 / 32, None, 1 / 32]],
     "one_variable_in_mixed_precision": [[0.0, 0.5, 0.0, 0.5], 1],
 }
 

@@ -36,7 +36,7 @@ def main(folder: str) -> None:
     def train(state: Any) -> None:
         world = hvd.broadcast_object(uuid.uuid4().hex, name="world")
         reporter.world(world, weights(), batch=state.batch, rank=hvd.rank(), size=hvd.size(),
-                       in_flight=optimizer._twobit.in_flight)
+                       in_flight=bool(optimizer._twobit._in_flight))
         while True:
             orders = hvd.broadcast_object(reporter.orders() if hvd.rank() == 0 else None, name="orders")
             if orders.get("end"):

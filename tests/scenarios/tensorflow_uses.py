@@ -258,7 +258,7 @@ class _Scaled:
         return tf.reduce_sum(self.variable * 0.0625)
 
     def gradient(self, tape: tf.GradientTape, loss: tf.Tensor) -> list[tf.Tensor]:
-        self._tape = hvd.DistributedGradientTape(tape, compression=EVERYTHING)
+        self._tape = hvd.DistributedGradientTape(tape, compression=TwoBit(threshold=3 / 32, min_elements=0))
         return self._tape.gradient(loss, [self.variable])
 
     def apply(self, gradients: list[tf.Tensor]) -> None:
