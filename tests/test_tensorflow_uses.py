@@ -35,8 +35,8 @@ EXPECTED: dict[str, Any] = {
     "a_cloned_model": [0.0, -0.5, -0.5],
     "a_layer_used_twice": -0.5,
     "a_train_step_of_the_users_own": -1.0,
-    # Gradients of 1/16 and a threshold of 3/32: nothing is sent, then 3/32 of 2/16; 1/32 is left, times a scale that has
-    # become 8 or 128.
+    # Gradients of 1/16 and a threshold of 3/32: nothing is sent, then 3/32 of 2/16; 1/32 is left, times a scale that
+    # has become 8 or 128.
     "two_loss_scales": [[-3 / 32, 8.0, 8 / 32], [-3 / 32, 128.0, 128 / 32]],
     "two_loss_scales_eagerly": [[-3 / 32, 8.0, 8 / 32], [-3 / 32, 128.0, 128 / 32]],
     "two_losses_changed_after_they_were_scaled": True,
