@@ -1,11 +1,13 @@
 """Is the installed Horovod one whose internals the front ends know? Checked at import, not found out in training.
 
-Each front end's ``hook`` lists the functions of Horovod that it replaces or relies on; here they are compared.
+Each front end's ``hook`` lists the functions of Horovod that it replaces or relies on; here they are compared, and
+replaced.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,6 +51,17 @@ def check_form(version: str, functions: Iterable[Expected]) -> None:
                 f"a released {_supported()}: parameters {found}, expected {list(expected.parameters)}"
                 + (f"; attributes {', '.join(missing)} not found" if missing else "")
                 + ". Another package may have patched it: import hvd_twobit first, or install a released Horovod")
+
+
+def replace(owner: Any, name: str, function: Any) -> None:
+    """Put ``function(original, ...)`` in the place of a function or method; it gets what the original would get."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    setattr(owner, name, replacement)
 
 
 def _mentioned(code: types.CodeType) -> Iterator[str]:

@@ -9,7 +9,6 @@ functions it does not know.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState
 
 from ..errors import ConfigError, UnsupportedOperationError
-from ..horovod_form import Expected, check_form
+from ..horovod_form import Expected, check_form, replace
 from ..reduction import Reduction, refuse_op
 from ..residuals import ResidualRegistry
 from . import elastic
@@ -50,13 +49,13 @@ def install() -> None:
     if getattr(hvd, "_knows_twobit", False):
         return
     check_horovod(horovod.__version__, hvd, horovod_keras)
-    _replace(hvd, "_make_allreduce_grads_fn", _make_allreduce_grads_fn)
-    _replace(hvd._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
-    _replace(hvd._DistributedGradientTape, "gradient", _gradient)
-    _replace(horovod_keras, "create_distributed_optimizer", _refuse_keras_3)
-    _replace(horovod_keras, "load_model", _refuse_keras_3_models)
+    replace(hvd, "_make_allreduce_grads_fn", _make_allreduce_grads_fn)
+    replace(hvd._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
+    replace(hvd._DistributedGradientTape, "gradient", _gradient)
+    replace(horovod_keras, "create_distributed_optimizer", _refuse_keras_3)
+    replace(horovod_keras, "load_model", _refuse_keras_3_models)
     for function in (elastic.__init__, elastic.save, elastic.restore, elastic.sync):
-        _replace(ObjectState, function.__name__, function)
+        replace(ObjectState, function.__name__, function)
     follow_optimizers()
     hvd._knows_twobit = True
 
@@ -179,17 +178,6 @@ class _OfTape(_AllreduceGrads):
 
     def _recipients(self) -> Any:
         return self._settings.reduction, self._settings.process_set
-
-
-def _replace(owner: Any, name: str, function: Any) -> None:
-    """Put ``function(original, ...)`` in the place of a function or method."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return function(original, *args, **kwargs)
-
-    setattr(owner, name, replacement)
 
 
 # The functions below take the place of Horovod's; ``original`` is Horovod's.

@@ -12,7 +12,6 @@ it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from ..errors import UnsupportedOperationError
+from ..horovod_form import replace
 
 _SCALED_BY = "_twobit_scaled_by"
 """The attribute of a scaled loss that tells the optimizer."""
@@ -49,10 +49,10 @@ def follow_optimizers() -> None:
     for kind in tf.keras.mixed_precision.LossScaleOptimizer.__subclasses__():
         if not hasattr(kind, "_knows_twobit"):
             kind._knows_twobit = True
-            _replace(kind, "get_scaled_loss", _get_scaled_loss)
-            _replace(kind, "get_unscaled_gradients", _get_unscaled_gradients)
+            replace(kind, "get_scaled_loss", _get_scaled_loss)
+            replace(kind, "get_unscaled_gradients", _get_unscaled_gradients)
             for method in {"compute_gradients", "_compute_gradients", "get_gradients"} & vars(kind).keys():
-                _replace(kind, method, _compute_gradients)
+                replace(kind, method, _compute_gradients)
 
 
 def scale_in_force() -> tf.Tensor | None:
@@ -109,17 +109,6 @@ def _told(optimizer: Any) -> Iterator[None]:
 
 def _no_longer_waiting(optimizer: Any) -> None:
     _scaling.waiting = [one for one in _scaling.waiting if one[0]() is not None and one[0]() is not optimizer]
-
-
-def _replace(kind: type, method: str, function: Any) -> None:
-    """Put ``function(original, optimizer, ...)`` in the place of a method."""
-    original = getattr(kind, method)
-
-    @functools.wraps(original)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(original, self, *args, **kwargs)
-
-    setattr(kind, method, replacement)
 
 
 # The functions below take the place of a LossScaleOptimizer's methods; ``original`` is Keras's.

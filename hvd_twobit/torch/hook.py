@@ -11,7 +11,6 @@ Three public methods of PyTorch's ``GradScaler`` are replaced likewise: where a 
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +21,7 @@ import horovod.torch.optimizer as horovod_optimizer
 import torch
 
 from ..errors import ConfigError, UnsupportedOperationError
-from ..horovod_form import Expected, check_form
+from ..horovod_form import Expected, check_form, replace
 from ..reduction import refuse_op
 from ..residuals import ResidualRegistry
 from .compressor import TwoBit
@@ -44,11 +43,11 @@ def install() -> None:
     check_horovod(horovod.__version__, optimizer, adasum)
     for function in (__init__, load_state_dict, _allreduce_grad_async, _grouped_allreduce_grad_async, synchronize,
                      step):
-        _replace(optimizer, function)
-    _replace(adasum, _refuse_adasum, "__init__")
-    _replace(torch.amp.GradScaler, _scaler_unscale, "unscale_")
-    _replace(torch.amp.GradScaler, _scaler_step, "step")
-    _replace(torch.amp.GradScaler, _scaler_update, "update")
+        replace(optimizer, function.__name__, function)
+    replace(adasum, "__init__", _refuse_adasum)
+    replace(torch.amp.GradScaler, "unscale_", _scaler_unscale)
+    replace(torch.amp.GradScaler, "step", _scaler_step)
+    replace(torch.amp.GradScaler, "update", _scaler_update)
     register()
     optimizer._knows_twobit = True
 
@@ -82,18 +81,6 @@ def residuals_of(optimizer: torch.optim.Optimizer) -> ResidualRegistry:
         raise ConfigError(f"{type(optimizer).__name__} has no residuals: it was not made by "
                           "hvd.DistributedOptimizer(..., compression=TwoBit)")
     return exchange.residuals
-
-
-def _replace(owner: type, function: Any, method: str = "") -> None:
-    """Put ``function(original, self, ...)`` in the place of a method."""
-    method = method or function.__name__
-    original = getattr(owner, method)
-
-    @functools.wraps(original)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(original, self, *args, **kwargs)
-
-    setattr(owner, method, replacement)
 
 
 # The functions below take the place of the methods of the same name; ``original`` is Horovod's.
