@@ -20,10 +20,10 @@ PARAMETERS = 151_306
 # Three weights are compressed; the first convolution and all biases, 522 elements, travel as float32.
 COMPRESSED = sum(Layout(elements, 1024).nbytes for elements in (18432, 131072, 1280)) + 4 * 522 + agreement.NBYTES
 
-# README's table, TwoBit. A run on another CPU adds up in another order, so two more misclassified digits in a
-# hundred are allowed.
+# README's table, TwoBit. A run on another CPU adds up in another order, so six more misclassified digits of the 360 are
+# allowed.
 STATED_ACCURACY = {"PyTorch": 0.9833, "Keras": 0.9861}
-ALLOWANCE = 0.02
+ALLOWANCE = 0.018
 
 pytestmark = pytest.mark.timeout(600)
 
