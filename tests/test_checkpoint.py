@@ -23,16 +23,6 @@ from .fuzz.archives import archive_of, npy, zipped
 from .fuzz.choices import Choices
 
 
-@pytest.fixture
-def registry() -> ResidualRegistry:
-    made = ResidualRegistry()
-    made.declare("a", (2, 3))
-    made.declare("b", ())
-    made.residual("a", (2, 3))[:] = [3, 0, 0, 0, 0, 4]
-    made.residual("b", ())[:] = -2
-    return made
-
-
 def test_a_saved_file_brings_back_the_same_bits(registry: ResidualRegistry, tmp_path: pathlib.Path) -> None:
     registry.tensor("a", (2, 3)).replace(registry["a"].reshape(-1), np.array([0.1], np.float32), 3)
     registry.follow_loss_scale(8.0)

@@ -17,16 +17,6 @@ def state_of(residuals: dict[str, Any], **others: Any) -> dict[str, Any]:
             "uncompressed_steps": {}, **others}
 
 
-@pytest.fixture
-def registry() -> ResidualRegistry:
-    made = ResidualRegistry()
-    made.declare("a", (2, 3))
-    made.declare("b", ())
-    made.residual("a", (2, 3))[:] = [3, 0, 0, 0, 0, 4]
-    made.residual("b", ())[:] = -2
-    return made
-
-
 def test_a_residual_begins_at_zero_and_keeps_its_memory() -> None:
     registry = ResidualRegistry()
     first = registry.residual("w", (4, 5))

@@ -130,15 +130,16 @@ class Plan:
         if unit.travel is Travel.COMPRESSED:
             return all(self._ready(self._tensors[position], self._tensors[position].shape)
                        for position in unit.positions)
-        return unit.travel is Travel.BY_SIZE and self._compresses(shape) and self._ready(
-            self._tensors[unit.positions[0]], shape)
+        return unit.travel is Travel.BY_SIZE and self._compresses(
+            self._tensors[unit.positions[0]], shape) and self._ready(self._tensors[unit.positions[0]], shape)
 
     def _ready(self, tensor: Tensor, shape: tuple[int, ...] | None) -> bool:
         assert tensor.residuals is not None and shape is not None
         return tensor.residuals.codec(self._config).ready(tensor.name, shape)
 
-    def _compresses(self, shape: tuple[int, ...] | None) -> bool:
-        return shape is not None and int(np.prod(shape, dtype=np.int64)) >= self._config.min_elements
+    def _compresses(self, tensor: Tensor, shape: tuple[int, ...] | None) -> bool:
+        assert tensor.residuals is not None and shape is not None
+        return tensor.residuals.codec(self._config).compresses(int(np.prod(shape, dtype=np.int64)))
 
     def _exchanged(self, unit: Unit, shape: tuple[int, ...] | None, compressed: bool) -> list[Exchanged]:
         stated = []
@@ -146,7 +147,8 @@ class Plan:
             tensor = self._tensors[position]
             found = tensor.shape if shape is None else shape
             elements = -1 if found is None else int(np.prod(found, dtype=np.int64))
-            compressible = unit.travel is Travel.COMPRESSED or unit.travel is Travel.BY_SIZE and self._compresses(shape)
+            compressible = unit.travel is Travel.COMPRESSED or (
+                unit.travel is Travel.BY_SIZE and self._compresses(tensor, shape))
             stated.append(Exchanged(tensor.label, elements, compressible, compressed, self._first_of[tensor.group]))
         return stated
 
