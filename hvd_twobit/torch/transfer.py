@@ -1,0 +1,157 @@
+"""One bucket of an optimizer on its way: encoded gradient by gradient, sent when it is full, received.
+
+A transfer is used step after step. By ``allgather`` it takes one collective. By ``sra`` it takes two: an alltoall,
+after which this rank sums its chunk, and an allgather of the sums. The second is begun by whoever comes along first
+when the first has ended: a gradient hook (``advance``), so that sums travel while backward goes on, or the end of the
+step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from horovod.common.exceptions import HorovodInternalError
+
+from ..codec import Codec, Contents
+from ..errors import DisagreementError, TwoBitError
+from ..transports import Planned
+
+
+class Transfer:
+    """The exchange of one bucket.
+
+    Args:
+        codec: of the optimizer.
+        planned: the bucket, and how it travels.
+        process_set: the ranks that exchange.
+    """
+
+    def __init__(self, codec: Codec, planned: Planned, process_set: hvd.ProcessSet) -> None:
+        self._codec = codec
+        self._planned = planned
+        self._process_set = process_set
+        self._layout = codec.layout(planned.bucket, planned.chunks)
+        # Horovod reads the wire until the collective has ended.
+        self._wire = torch.from_numpy(self._layout.new())
+        self._splits = torch.tensor(self._layout.chunk_nbytes, dtype=torch.int32)
+        self._sums: torch.Tensor | None = None
+        self._scattering: int | None = None
+        self._gathering: int | None = None
+        self._contents: Contents | None = None
+        self._error: Exception | None = None
+        self._missing = self._names()
+        self._undelivered = self._names()
+
+    def _names(self) -> set[str]:
+        return {part.name for part in self._planned.bucket.parts}
+
+    def add(self, name: str, gradient: np.ndarray) -> None:
+        """Encode what the bucket carries of a gradient, float32[elements] of the whole tensor; send a full bucket."""
+        if not self._missing:
+            self.abandon()  # What is left of a step that was broken off.
+        self._codec.encode(self._layout, self._wire.numpy(), name, gradient)
+        self._added(name)
+
+    def skip(self, name: str) -> None:
+        """Leave out a gradient in this step: it turned out to travel by other means."""
+        if not self._missing:
+            self.abandon()
+        self._codec.leave_out(self._layout, self._wire.numpy(), name)
+        self._undelivered.discard(name)
+        self._added(name)
+
+    def _added(self, name: str) -> None:
+        self._missing.discard(name)
+        if not self._missing:
+            self._codec.seal(self._layout, self._wire.numpy())
+            self._send()
+
+    def _send(self) -> None:
+        name = f"twobit.{self._planned.bucket.name}"
+        with overlap_explained(sorted(self._names())):
+            if self._planned.transport == "sra":
+                self._scattering = hvd.alltoall_async(self._wire, self._splits, name=name,
+                                                      process_set=self._process_set)
+            else:
+                self._gathering = hvd.allgather_async(self._wire, name=name, process_set=self._process_set)
+
+    def advance(self) -> None:
+        """Begin what can begin without waiting for another rank. Errors are told when the contents are asked for."""
+        if self._scattering is not None and hvd.poll(self._scattering):
+            self.sum()
+
+    def sum(self) -> None:
+        """Wait until the alltoall has ended, if there is one under way, and begin the allgather of the sums."""
+        handle, self._scattering = self._scattering, None
+        if handle is None:
+            return
+        try:
+            received, _ = hvd.synchronize(handle)
+            sums = self._codec.sum(self._layout, self._process_set.rank(), received.numpy(), self._planned.ranks)
+            self._sums = torch.from_numpy(sums)
+            self._gathering = hvd.allgather_async(self._sums, name=f"twobit.sums.{self._planned.bucket.name}",
+                                                  process_set=self._process_set)
+        except (HorovodInternalError, TwoBitError) as error:
+            self._error = error
+
+    def decode(self, name: str, out: np.ndarray, scale: float) -> None:
+        """Wait for the bucket and overwrite what it carries of a tensor with the scaled sum over all ranks.
+
+        Args:
+            name: the tensor's name.
+            out: float32[elements], the whole tensor's, contiguous.
+            scale: factor of the sum.
+
+        Raises:
+            PayloadError: a rank sent something else than what this rank expects.
+            HorovodInternalError: a collective failed.
+        """
+        self._codec.decode(self._arrived(), name, out, scale)
+        self._undelivered.discard(name)
+        if not self._undelivered:
+            self._reset()
+
+    def _arrived(self) -> Contents:
+        if self._contents is None:
+            self.sum()
+            handle, self._gathering = self._gathering, None
+            if handle is not None:
+                try:
+                    gathered = hvd.synchronize(handle).numpy()
+                    self._contents = (self._codec.receive_sums(self._layout, gathered)
+                                      if self._planned.transport == "sra"
+                                      else self._codec.receive(self._layout, gathered, self._planned.ranks))
+                except (HorovodInternalError, TwoBitError) as error:
+                    self._error = error  # Horovod tells it once; every tensor of the bucket has to be told.
+        if self._contents is None:
+            assert self._error is not None, f"{self._planned.bucket.label} was not sent"
+            raise self._error
+        return self._contents
+
+    def abandon(self) -> None:
+        """Wait for what is under way, as the other ranks do, and forget it."""
+        with contextlib.suppress(HorovodInternalError, TwoBitError):
+            if not self._missing:
+                self._arrived()
+        self._reset()
+
+    def _reset(self) -> None:
+        """Nothing is under way; be ready for the next step."""
+        self._sums = self._contents = self._error = None
+        self._missing, self._undelivered = self._names(), self._names()
+
+
+@contextlib.contextmanager
+def overlap_explained(names: Sequence[str]) -> Iterator[None]:
+    """Turn Horovod's ValueError for a name that is in use, which does not tell the name, into one that does."""
+    try:
+        yield
+    except ValueError as error:
+        raise DisagreementError(
+            f"rank {hvd.rank()} cannot exchange the gradient of {', '.join(map(repr, names))} while another of that "
+            "name is under way: optimizers whose backward passes overlap need different parameter names, and a model "
+            f"only one optimizer ({error})") from error
