@@ -58,6 +58,11 @@ class Bucket:
 
     parts: tuple[Part, ...]
 
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...]) -> Bucket:
+        """A bucket with one tensor, however large."""
+        return cls((Part(name, tuple(shape), 0, math.prod(shape)),))
+
     @property
     def name(self) -> str:
         """The name of its first tensor, with the first element where that is not the tensor's first."""
@@ -117,26 +122,20 @@ def plan(tensors: Iterable[tuple[str, tuple[int, ...]]], cap_elements: int, bloc
     Returns:
         The buckets, in order. A tensor that is cut shares none of its buckets with another one.
     """
-    buckets: list[Bucket] = []
-    filling: list[Part] = []
-
-    def close() -> None:
-        if filling:
-            buckets.append(Bucket(tuple(filling)))
-            filling.clear()
-
+    buckets: list[list[Part]] = []
+    room = -1
     for name, shape in tensors:
-        elements = math.prod(shape)
-        if elements > cap_elements:
-            close()
-            buckets += (Bucket((part,)) for part in _pieces(Part(name, shape, 0, elements), cap_elements,
-                                                            block_elements))
+        tensor = Part(name, shape, 0, math.prod(shape))
+        if tensor.elements > cap_elements:
+            buckets += ([part] for part in _pieces(tensor, cap_elements, block_elements))
+            room = -1
             continue
-        if sum(part.elements for part in filling) + elements > cap_elements:
-            close()
-        filling.append(Part(name, shape, 0, elements))
-    close()
-    return buckets
+        if tensor.elements > room:
+            buckets.append([])
+            room = cap_elements
+        buckets[-1].append(tensor)
+        room -= tensor.elements
+    return [Bucket(tuple(parts)) for parts in buckets]
 
 
 def _pieces(part: Part, cap_elements: int, block_elements: int) -> list[Part]:

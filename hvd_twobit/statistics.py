@@ -41,7 +41,7 @@ class TensorSummary:
         gradient_norm: Euclidean norm of this rank's gradient, sampled at the first compressed exchange and at
             every 100th.
         residual_norm: Euclidean norm of what was not sent, sampled after the same exchange.
-        nbytes: bytes that this rank hands over in an exchange.
+        nbytes: bytes of this rank's gradient in an exchange: of codes and block table, or uncompressed.
         ratio: bytes of a float32 gradient for each of these.
     """
 
