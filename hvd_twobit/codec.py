@@ -187,9 +187,12 @@ class Codec:
             gradient: float32[elements], the whole tensor's, contiguous; not changed.
 
         Raises:
-            ResidualError: the tensor had another shape before.
+            ResidualError: the tensor had another shape or size before.
         """
         for part, codes, table in self._written(layout, payloads, name):
+            if gradient.size != math.prod(part.shape):
+                raise ResidualError(f"tensor {name!r} has a gradient of {gradient.size} elements, but its shape was "
+                                    f"{part.shape}")
             self._encode(part, gradient, codes, table)
 
     def leave_out(self, layout: BucketLayout, payloads: np.ndarray, name: str) -> None:

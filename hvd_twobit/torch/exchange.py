@@ -118,6 +118,7 @@ class Exchange:
         if not gradient.dtype.is_floating_point:
             refuse_dtype(name, gradient.dtype)
         if self._compressed[name]:
+            self.residuals.tensor(name, tuple(gradient.shape))  # Or another shape would be taken for the known one.
             flat = _as_flat_float32(gradient).numpy()
             for transfer in self._transfers_of[name]:
                 transfer.add(name, flat)
@@ -230,6 +231,11 @@ class Exchange:
         with overlap_explained([first]):
             return hvd.allgather_async(torch.from_numpy(content), name=f"twobit.agreement{suffix}.{first}",
                                        process_set=self._process_set)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a gradient is in one of Horovod's collectives."""
+        return bool(self._in_flight) or any(transfer.is_under_way for transfer in self._transfers)
 
     def abandon(self) -> None:
         """Wait for what is in flight and drop it: the optimizer's step was broken off."""

@@ -49,6 +49,11 @@ class Transfer:
     def _names(self) -> set[str]:
         return {part.name for part in self._planned.bucket.parts}
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a collective of this bucket was begun and not waited for."""
+        return self._scattering is not None or self._gathering is not None
+
     def add(self, name: str, gradient: np.ndarray) -> None:
         """Encode what the bucket carries of a gradient, float32[elements] of the whole tensor; send a full bucket."""
         if not self._missing:
