@@ -27,7 +27,7 @@ from ..reduction import Reduction, refuse_dtype
 from ..residuals import ResidualRegistry
 from ..transports import plan_buckets
 from .loss_scale import LossScale
-from .transfer import Transfer, overlap_explained
+from .transfer import PayloadTransfer, Transfer, overlap_explained
 
 Handle = Union[int, Callable[[], Any]]
 
@@ -200,7 +200,7 @@ class Exchange:
         self._statement = Statement.of(self._config, tensors, buckets, ranks)
         for transfer in self._transfers:
             transfer.abandon()
-        self._transfers = [Transfer(self._codec, planned, self._process_set) for planned in buckets]
+        self._transfers = [PayloadTransfer(self._codec, planned, self._process_set) for planned in buckets]
         self._transfers_of = {}
         for transfer, planned in zip(self._transfers, buckets):
             for name in {part.name for part in planned.bucket.parts}:
