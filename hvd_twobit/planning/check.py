@@ -106,9 +106,11 @@ def compare(entry: dict[str, Any], unshaped_bits: float | None, latency_s: float
         method = _METHOD_NAMES.get(name, name)
         predicted = cost(method, sum(entry["elements"]), ranks, link=link, bucket_cap_mb=bucket_cap_mb,
                          processor=processor)
-        yield Comparison(rate, ranks, entry["model"], method,
-                         statistics.median(max(of_round["received"]) for of_round in rounds), predicted.nbytes,
-                         statistics.median(max(of_round["seconds"]) for of_round in rounds), predicted.seconds)
+        nbytes, seconds = (statistics.median(max(of_round[what]) for of_round in rounds)
+                           for what in ("received", "seconds"))
+        if not (nbytes > 0 and seconds > 0):
+            raise ValueError(f"{name} received {nbytes} bytes in {seconds} seconds")
+        yield Comparison(rate, ranks, entry["model"], method, nbytes, predicted.nbytes, seconds, predicted.seconds)
 
 
 def _entries(path: pathlib.Path) -> list[dict[str, Any]]:

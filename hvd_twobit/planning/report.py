@@ -110,8 +110,9 @@ def _auto_sentence(workers: int) -> str:
 def _pays_sentence(baseline: str, until: float | str) -> str:
     if isinstance(until, float):
         return f"2-bit pays against {baseline} up to {bandwidth_text(until)} at least, where TCP takes no time."
-    pays = "pays" if until == ALWAYS else "does not pay"
-    return (f"2-bit {pays} against {baseline} at any bandwidth from {bandwidth_text(LOWEST_BITS)} to "
+    if until == ALWAYS:
+        return f"2-bit pays against {baseline} at {bandwidth_text(HIGHEST_BITS)} still."
+    return (f"2-bit does not pay against {baseline} at any bandwidth from {bandwidth_text(LOWEST_BITS)} to "
             f"{bandwidth_text(HIGHEST_BITS)}.")
 
 

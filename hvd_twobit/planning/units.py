@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 
 import click
 
@@ -19,25 +20,27 @@ class Quantity(click.ParamType):
 
     Args:
         name: in help and messages.
-        units: the base unit's multiple for each unit; upper and lower case are the same.
+        units: the base unit's multiple for each unit, decimal; upper and lower case are the same.
         example: a valid value, for messages.
+        suffix: what may follow the unit.
         zero: whether zero is a value.
     """
 
-    def __init__(self, name: str, units: Mapping[str, float], example: str, zero: bool = False) -> None:
+    def __init__(self, name: str, units: Mapping[str, str], example: str, suffix: str = "", zero: bool = False) -> None:
         self.name = name
-        self._units = {unit.lower(): factor for unit, factor in units.items()}
+        self._units = {unit.lower(): Decimal(factor) for unit, factor in units.items()}
+        self._suffix = suffix
         self._forms = f"write a number and one of {', '.join(units)}, such as {example}"
         self._zero = zero
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, float):
             return value
-        found = re.fullmatch(_NUMBER + r"\s*([a-zµ/]+)", str(value).strip().lower())
-        factor = self._units.get(found[2].removesuffix("/s")) if found else None
+        found = re.fullmatch(_NUMBER + r"\s*([a-z]+)", str(value).strip().lower().removesuffix(self._suffix))
+        factor = self._units.get(found[2]) if found else None
         if found is None or factor is None:
             self.fail(f"{value!r} is no {self.name}: {self._forms}", param, ctx)
-        number = float(found[1]) * factor
+        number = float(Decimal(found[1]) * factor)
         if not math.isfinite(number) or not (number > 0 or self._zero):
             self.fail(f"a {self.name} of {value!r} is out of range: {self._forms}", param, ctx)
         return number
@@ -60,10 +63,10 @@ class Count(click.ParamType):
         return whole
 
 
-BANDWIDTH = Quantity("bandwidth", {"kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}, "10Gbit")
+BANDWIDTH = Quantity("bandwidth", {"kbit": "1e3", "Mbit": "1e6", "Gbit": "1e9"}, "10Gbit", suffix="/s")
 """In bit/s."""
 
-LATENCY = Quantity("latency", {"us": 1e-6, "ms": 1e-3, "s": 1.0}, "50us", zero=True)
+LATENCY = Quantity("latency", {"us": "1e-6", "ms": "1e-3", "s": "1"}, "50us", zero=True)
 """In seconds."""
 
 
