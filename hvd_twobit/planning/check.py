@@ -14,6 +14,7 @@ computes is taken to last longer in that proportion.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import statistics
@@ -139,17 +140,19 @@ def _methods(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def _print_table(comparisons: Sequence[Comparison], left_out: int) -> None:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for heading in ("rate", "ranks", "model", "method", "MB", "predicted", "error %", "ms", "predicted", "error %"):
-        table.add_column(heading, justify="left" if heading in ("rate", "model", "method") else "right", no_wrap=True)
-    for one in comparisons:
-        table.add_row(one.rate, str(one.ranks), one.model, one.method,
-                      f"{one.measured_nbytes / 1e6:,.1f}", f"{one.predicted_nbytes / 1e6:,.1f}",
-                      f"{one.nbytes_error:+.1f}", f"{1e3 * one.measured_s:,.1f}", f"{1e3 * one.predicted_s:,.1f}",
-                      f"{one.seconds_error:+.1f}")
     console = Console()
-    console.print(table)
-    console.print()
+    for (rate, ranks, model), of_entry in itertools.groupby(comparisons, lambda one: (one.rate, one.ranks, one.model)):
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+        table.add_column("method", min_width=9)
+        for heading in ("MB", "predicted", "error %", "ms", "predicted", "error %"):
+            table.add_column(heading, justify="right", min_width=9)
+        for one in of_entry:
+            table.add_row(one.method, f"{one.measured_nbytes / 1e6:,.1f}", f"{one.predicted_nbytes / 1e6:,.1f}",
+                          f"{one.nbytes_error:+.1f}", f"{1e3 * one.measured_s:,.1f}", f"{1e3 * one.predicted_s:,.1f}",
+                          f"{one.seconds_error:+.1f}")
+        console.print(f"{rate}, {ranks} ranks, {model}", soft_wrap=True, highlight=False)
+        console.print(table)
+        console.print()
     for name, chosen in [("all", comparisons), *((method, [one for one in comparisons if one.method == method])
                                                  for method in _methods(comparisons))]:
         medians = _medians(chosen)
