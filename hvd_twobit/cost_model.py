@@ -114,6 +114,9 @@ DEFAULT_LINK = Link(10e9, 50e-6)
 class Processor:
     """Seconds that one rank's processor takes. Defaults: AMD EPYC, 2 cores, one thread, arrays beyond its caches.
 
+    Ranges are those of several runs of ``benchmarks/collectives.py``, 4 million elements, at a load average of up to
+    2.3. At 5.7, one element took 4 to 7 ms and an addition of float16 84 to 118 ns, so these do not count.
+
     Attributes:
         cycle_s: of a collective, until Horovod's thread looks for it. HOROVOD_CYCLE_TIME; tiny collectives of 2 ranks
             took 0.8 to 1.9 ms (``benchmarks/collectives.py``).
