@@ -11,13 +11,19 @@ answer there, and ``hvd-twobit plan`` prints what the rest says.
 - ``sra``: every rank sums up one chunk, of whole blocks. The payloads of that chunk from n-1 ranks (alltoall), then the
   exact sums of n-1 chunks (allgather): fields of f bits, 4 for n <= 7, 8 for n <= 127, 16 for more, as a field has to
   hold -n to n and NaN; a float32 per block, the next level, where levels are adaptive; 32 bytes of header.
-- ``allreduce``: ring allreduce of float64 words. A word holds floor((53 - ceil(log2 n) - 2) / b) digits of
-  b = ceil(log2(2n+1)) bits; a tail has a word per rank and, where levels are adaptive, two per block.
+- ``allreduce``: ring allreduce of float64 words. A word holds as many digits of 2n+1 values as stay exact through sums
+  and Horovod's scaling (``digits_per_word``); a tail has a word per rank, one more, and, where levels are adaptive, two
+  per block.
 
-**Seconds of a collective** are bytes / bandwidth + rounds * latency + ``cycle_s``. As Horovod 0.28.1 does it on Gloo:
+**Seconds of a collective** are bytes / bandwidth + rounds * latency + ``cycle_s``, where bandwidth is the link's, or
+that of the processor's TCP if it is less. As Horovod 0.28.1 does it on Gloo:
 
 - Rounds: ring allreduce 2 (n-1), allgather n-1 [1, 2]. Gloo's alltoall posts its n-1 messages at once, so one round,
   and Horovod exchanges its splits in another before.
+- Between two ranks, an allgather and an alltoall take their bytes' time twice. Gloo sends first and then announces that
+  it can receive, on the same connection, behind its own bytes, so that one direction waits for the other: 279 ms where
+  one direction takes 131 (2 ranks, 6 million elements, 100 Mbit/s). With more ranks, what a rank sends and what it
+  announces go to different neighbours; in an allreduce, Gloo announces first.
 - Before a collective, ranks agree that it is ready on all, by an allreduce of a few bytes: 2 (n-1) rounds. Horovod's
   thread does this once per cycle, HOROVOD_CYCLE_TIME (1 ms) apart, and one collective at a time. Collectives that are
   ready at the same time share a cycle and may be fused; the model has one cycle for each, the most that it can take.
@@ -32,7 +38,7 @@ too; each has collectives of its own. Horovod's own allreduces are fused up to 1
 with the backward pass is not in the model: the time is that of an exchange in which all gradients are there at once.
 
 Also left out: the agreement (an allgather of 32 bytes per rank), small tensors, which travel uncompressed, stragglers,
-congestion, and the processor's time for TCP. Each rank is taken to have a link and a processor of its own.
+congestion. Each rank is taken to have a link and a processor of its own.
 
 [1] R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
     Int. J. High Performance Computing Applications 19(1), 2005.
@@ -62,9 +68,7 @@ MAX_RANKS = 2**15 - 1
 """Sums of more ranks would not fit into ``sra``'s largest fields, of 16 bits."""
 
 _FUSION_NBYTES = 128 * 2**20
-_FLOAT64_DIGITS = 53
-_SCALING_BITS = 2
-"""Beside ceil(log2 n): room for Horovod's pre- and postscaling in the words of ``allreduce``."""
+"""HOROVOD_FUSION_THRESHOLD, Horovod's default: what one allreduce carries."""
 
 
 def _check_number(name: str, value: Any, above_zero: bool = False) -> None:
@@ -101,10 +105,6 @@ class Link:
         if self.payload_share > 1:
             raise ConfigError(f"payload_share must be at most 1, not {self.payload_share!r}")
 
-    def seconds(self, nbytes: float) -> float:
-        """Seconds that a rank takes to receive ``nbytes`` of payload, without latency."""
-        return 8 * nbytes / (self.bits_per_second * self.payload_share)
-
 
 DEFAULT_LINK = Link(10e9, 50e-6)
 """What ``transport="auto"`` supposes: 10 Gbit/s and 50 us, a cluster's Ethernet."""
@@ -114,9 +114,14 @@ DEFAULT_LINK = Link(10e9, 50e-6)
 class Processor:
     """Seconds that one rank's processor takes. Defaults: AMD EPYC, 2 cores, one thread, arrays beyond its caches.
 
+    Ranges are those of several runs of ``benchmarks/collectives.py``, 4 million elements, at a load average of up to
+    2.3. At 5.7, one element took 4 to 7 ms and an addition of float16 84 to 118 ns, so these do not count.
+
     Attributes:
         cycle_s: of a collective, until Horovod's thread looks for it. HOROVOD_CYCLE_TIME; tiny collectives of 2 ranks
             took 0.8 to 1.9 ms (``benchmarks/collectives.py``).
+        tcp_s: per byte that a rank receives while it sends as many. An allreduce of float64 took 4 to 9 ns per element
+            longer than one of float32, with 2 ranks (``benchmarks/collectives.py``).
         copy_s: per element, into Horovod's fusion buffer and back. As two of the ``np.add`` beside which
             ``hvd-twobit bench kernels`` measures (0.30 ns).
         cast_s: per element, to float16 and back. 0.48 to 0.85 ns (``benchmarks/collectives.py``).
@@ -126,10 +131,12 @@ class Processor:
         unpack_s: per element, what ``unpack_sum`` takes whatever the number of payloads; with the next,
             7.4, 11.8, 16.2, 26.6 ms for 1, 2, 4, 8 payloads of 25.6 million elements (``bench kernels``).
         unpack_payload_s: per element and payload, what ``unpack_sum`` takes for each.
-        digits_s: per element, into the words of ``allreduce`` and out of them. An assumption, not measured.
+        digits_s: per element, into the words of ``allreduce`` and out of them: 44 ms for 25.6 million elements of 4
+            ranks, on a busy machine.
     """
 
     cycle_s: float = 1e-3
+    tcp_s: float = 1.0e-9
     copy_s: float = 0.6e-9
     cast_s: float = 0.6e-9
     add_s: float = 0.3e-9
@@ -137,7 +144,7 @@ class Processor:
     quantize_s: float = 0.36e-9
     unpack_s: float = 0.25e-9
     unpack_payload_s: float = 0.10e-9
-    digits_s: float = 1.0e-9
+    digits_s: float = 1.7e-9
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -215,8 +222,8 @@ def cost(method: str, elements: int, ranks: int, *, adaptive: bool = True, link:
     """What one exchange of a gradient costs.
 
     Args:
-        method: ``"fp32"``, ``"fp16"``, a transport of TwoBit, or ``"auto"``, which takes for each bucket what ``choose``
-            says of it (for ``DEFAULT_LINK``, as training does not know its link).
+        method: ``"fp32"``, ``"fp16"``, a transport of TwoBit, or ``"auto"``, which takes for each bucket what
+            ``choose`` says of it (for ``DEFAULT_LINK``, as training does not know its link).
         elements: float32 elements of all tensors, 1 or more.
         ranks: number of ranks, 2 to 32,767.
         adaptive: whether levels follow the gradient.
@@ -254,14 +261,17 @@ def field_bits(ranks: int) -> int:
     return 4 if ranks <= 7 else 8 if ranks <= 127 else 16
 
 
-def digit_bits(ranks: int) -> int:
-    """Bits of a digit of ``allreduce``, which holds -ranks to ranks: ceil(log2(2 ranks + 1))."""
-    return (2 * ranks).bit_length()
-
-
 def digits_per_word(ranks: int) -> int:
-    """Digits in a float64 that stay exact through sums over ranks and Horovod's scaling."""
-    return (_FLOAT64_DIGITS - (ranks - 1).bit_length() - _SCALING_BITS) // digit_bits(ranks)
+    """Digits of 2 ranks + 1 values, -ranks to ranks, in a float64 of ``allreduce``.
+
+    With rounding errors of u = 2**-53 of words of at most B in each product and addition, those of Horovod's scaling
+    before, of n - 1 additions and of its scaling after are together less than u B n (n + 9) / 2. Where that is at most
+    1/2, rounding gives every sum exactly.
+    """
+    digits, largest = 1, 1
+    while (largest * (2 * ranks + 1) + 1) * ranks * (ranks + 9) <= 2**53:
+        digits, largest = digits + 1, largest * (2 * ranks + 1) + 1
+    return digits
 
 
 def _uncompressed(width: int, elements: int, ranks: int, link: Link, processor: Processor) -> _Bucket:
@@ -273,7 +283,7 @@ def _uncompressed(width: int, elements: int, ranks: int, link: Link, processor: 
 
 def _allgather(elements: int, ranks: int, adaptive: bool, link: Link, processor: Processor) -> _Bucket:
     nbytes = (ranks - 1) * _payload_nbytes(elements, adaptive)
-    return _Bucket(nbytes, link.seconds(nbytes) + _waiting(ranks - 1, ranks, link, processor),
+    return _Bucket(nbytes, _gathering(nbytes, ranks, link, processor) + _waiting(ranks - 1, ranks, link, processor),
                    elements * (processor.quantize_s + processor.unpack_s + ranks * processor.unpack_payload_s))
 
 
@@ -291,11 +301,11 @@ def _sra(elements: int, ranks: int, adaptive: bool, link: Link, processor: Proce
     compute_s = (elements * processor.quantize_s
                  + own * (processor.unpack_s + ranks * processor.unpack_payload_s)
                  + elements * (processor.unpack_s + processor.unpack_payload_s))
-    return _Bucket(nbytes, link.seconds(nbytes) + waiting_s, compute_s)
+    return _Bucket(nbytes, _gathering(nbytes, ranks, link, processor) + waiting_s, compute_s)
 
 
 def _allreduce(elements: int, ranks: int, adaptive: bool, link: Link, processor: Processor) -> _Bucket:
-    words = -(-elements // digits_per_word(ranks)) + ranks
+    words = -(-elements // digits_per_word(ranks)) + ranks + 1
     if adaptive:
         words += 2 * _blocks(elements)
     nbytes, exchange_s = _ring_allreduce(words, 8, processor.add_s, ranks, link, processor)
@@ -318,10 +328,20 @@ def _ring_allreduce(values: int, width: int, add_s: float, ranks: int, link: Lin
                     processor: Processor) -> tuple[int, float]:
     """Bytes that a rank receives, and seconds, of an allreduce of ``values`` numbers of ``width`` bytes each."""
     nbytes = -(-2 * (ranks - 1) * values * width // ranks)
-    half_s = link.seconds(nbytes / 2)
+    half_s = _carrying(nbytes / 2, link, processor)
     added_s = values * (ranks - 1) / ranks * add_s
     return nbytes, (max(half_s, added_s) + half_s + values * processor.copy_s
                     + _waiting(2 * (ranks - 1), ranks, link, processor))
+
+
+def _carrying(nbytes: float, link: Link, processor: Processor) -> float:
+    """Seconds in which a rank receives ``nbytes``, without latency."""
+    return nbytes * max(8 / (link.bits_per_second * link.payload_share), processor.tcp_s)
+
+
+def _gathering(nbytes: float, ranks: int, link: Link, processor: Processor) -> float:
+    """The same in an allgather or an alltoall, which between two ranks is done in one direction after the other."""
+    return _carrying(nbytes, link, processor) * (2 if ranks == 2 else 1)
 
 
 def _waiting(rounds: int, ranks: int, link: Link, processor: Processor) -> float:
