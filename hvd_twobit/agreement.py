@@ -6,7 +6,8 @@ states, as a digest, which tensors it exchanges and which of them it compresses.
 exchange their whole statements, of which ``difference`` tells the first that clashes.
 
 The check is repeated at every step because elastic jobs exchange ranks between steps; it travels with the payloads
-and costs 32 bytes.
+and costs 32 bytes. With ``transport="allreduce"``, which is for jobs in which ranks join (``hvd.join``) at different
+times, digests are added up instead of gathered: a rank that has joined has zeros, all others must have the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable
+
+import numpy as np
 
 from .config import TRANSPORT_VARIABLE, TwoBitConfig
 from .errors import DisagreementError
@@ -86,6 +89,15 @@ class Statement:
         content = json.dumps([VERSION, self.block_elements, self.ranks, self.buckets,
                               [dataclasses.astuple(tensor) for tensor in self.tensors]])
         return _MAGIC + hashlib.blake2b(content.encode(), digest_size=NBYTES - len(_MAGIC)).digest()
+
+    @property
+    def addends(self) -> np.ndarray:
+        """One and the digest, int64[1 + 8], to be added up over ranks."""
+        return np.array([1, *np.frombuffer(self.digest, "<u4")], np.int64)
+
+    def agrees(self, total: np.ndarray) -> bool:
+        """Whether all ranks that contributed to a sum of addends state the same as this one."""
+        return bool((total == total[0] * self.addends).all())
 
     def to_json(self) -> bytes:
         """The whole statement as one line of JSON."""

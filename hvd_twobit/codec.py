@@ -11,6 +11,8 @@ what came back; afterwards it travels in a bucket, by one of two transports. All
 - ``sra`` (scatter-reduce-allgather), with a chunk per rank: ``encode`` and ``seal``; an alltoall of the chunks; ``sum``
   the chunk of this rank; an allgather of the sums; ``receive_sums``; ``decode``. Every rank is for one chunk what
   MXNet's server is for all. Sums are exact, so nothing is lost but in ``encode``.
+- ``allreduce``, with one chunk: ``encode`` and ``seal``; ``tally``; Horovod's own allreduce of these integers;
+  ``receive_tallies``; ``decode``.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from .config import TwoBitConfig
 from .errors import PayloadError, ResidualError
 from .levels import levels_of
 from .residuals import ResidualRegistry
+from .tallies import TallyLayout, new_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +254,7 @@ class Codec:
         """
         chunk, = layout.chunks
         received, own = self._received(layout, chunk, gathered, ranks)
-        return Contents(layout, [received], [self._levels.pairs(own, received.headers)],
+        return Contents(layout, [received], [self._levels.pairs(own, list(received.headers.values()))],
                         [self._levels.next(own, received, chunk.layout)])
 
     def sum(self, layout: BucketLayout, rank: int, received: np.ndarray, ranks: int) -> np.ndarray:
@@ -271,7 +274,7 @@ class Codec:
         """
         chunk = layout.chunks[rank]
         arrived, own = self._received(layout, chunk, received, ranks)
-        levels = self._levels.pairs(own, arrived.headers)
+        levels = self._levels.pairs(own, list(arrived.headers.values()))
         common = bool((levels == levels[:1]).all())
         first = arrived.headers[0]
         block_elements = first.block_elements
@@ -310,6 +313,56 @@ class Codec:
         return Contents(layout, list(found), levels, [sums.next_levels if self._config.adaptive else None
                                                       for sums in found])
 
+    def tally_layout(self, layout: BucketLayout, ranks: int) -> TallyLayout:
+        """How a bucket, laid out as one chunk, lies in integers that Horovod's allreduce adds."""
+        chunk, = layout.chunks
+        return TallyLayout(chunk.layout, kernels.Tallies(ranks, 1 if self._config.symmetric else 2),
+                           self._config.block_elements)
+
+    def tally(self, layout: BucketLayout, payloads: np.ndarray, rank: int, into: TallyLayout,
+              integers: np.ndarray) -> None:
+        """Bring a sealed payload into integers that can be added.
+
+        Args:
+            layout: how the bucket lies in its payload.
+            payloads: uint8[layout.nbytes], sealed.
+            rank: this rank.
+            into: what ``tally_layout`` returned.
+            integers: uint32[into.size], overwritten.
+        """
+        chunk, = layout.chunks
+        integers[:into.size - into.digits(integers).size] = 0
+        into.headers(integers)[rank] = payloads[:payload.HEADER_NBYTES]
+        into.table(integers)[rank] = chunk.layout.table(payloads)
+        codes = chunk.layout.codes(payloads)
+        if self._kernels.pack_tallies(codes, into.tallies, into.digits(integers)):
+            into.mark(integers, codes)
+
+    def receive_tallies(self, layout: BucketLayout, added: TallyLayout, integers: np.ndarray) -> Contents:
+        """Check what an allreduce of integers returned.
+
+        Args:
+            layout: how the bucket lies in its payload.
+            added: what ``tally_layout`` returned.
+            integers: uint32[added.size], the sum over ranks; a rank that has joined contributed zeros.
+
+        Raises:
+            PayloadError: a rank sent something else than integers of this bucket, or has other levels.
+        """
+        chunk, = layout.chunks
+        arrived, contributors = added.received(integers, layout.bucket.label)
+        own = self._check_levels(layout, chunk, arrived.headers)
+        levels = self._levels.pairs(own, list(arrived.headers.values()))
+        if (levels != levels[:1]).any():
+            raise PayloadError(f"{layout.bucket.label}: ranks have thresholds {sorted(set(map(tuple, levels[:, 0])))}, "
+                               "and transport=\"allreduce\" cannot add up codes that mean different numbers: give "
+                               "TwoBit the same thresholds on every rank, or another transport")
+        sums = new_sums(added, next(iter(arrived.headers.values())))
+        self._kernels.unpack_tallies(added.digits(integers), added.tallies, contributors, sums.header.form,
+                                     sums.planes)
+        added.spread(integers, sums)
+        return Contents(layout, [sums], [levels[:1]], [self._levels.next(own, arrived, chunk.layout)])
+
     def decode(self, contents: Contents, name: str, out: np.ndarray, scale: float) -> None:
         """Overwrite what a bucket carries of a tensor with the scaled sum over all ranks; levels move on.
 
@@ -345,8 +398,13 @@ class Codec:
                   ranks: int) -> tuple[payload.Received, np.ndarray | None]:
         """The payloads of a chunk, checked, and this rank's levels in it."""
         arrived = payload.split(received, ranks, chunk.layout, layout.bucket.label)
+        return arrived, self._check_levels(layout, chunk, arrived.headers)
+
+    def _check_levels(self, layout: BucketLayout, chunk: Chunk,
+                      headers: dict[int, payload.Header]) -> np.ndarray | None:
+        """This rank's levels in a chunk, which the ranks that sent these headers have to have as well."""
         own = self._levels.header(0, self._checksum(layout.bucket.parts)).levels_checksum
-        for rank, header in enumerate(arrived.headers):
+        for rank, header in headers.items():
             if header.levels_checksum != own:
                 known = self._residuals.loss_scale
                 scaled = "" if known is None else (f"; this rank's loss scale is {known:g}, and has to be the same on "
@@ -354,7 +412,7 @@ class Codec:
                 raise PayloadError(f"{layout.bucket.label}: the payload of rank {rank} has a levels_checksum of "
                                    f"{header.levels_checksum:#x}, this rank's levels have {own:#x}: load states of the "
                                    f"same step on every rank, or call forget_levels() on every rank{scaled}")
-        return arrived, self._levels_of(chunk.parts)
+        return self._levels_of(chunk.parts)
 
     @property
     def _loss_scale(self) -> float:

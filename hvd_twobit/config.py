@@ -33,7 +33,7 @@ DEFAULT_BUCKET_CAP_MB = 25.0
 """MiB of float32 gradient in a bucket: large enough that a collective's latency does not count, small enough that one
 bucket travels while another is compressed."""
 
-TRANSPORTS = ("auto", "allgather", "sra")
+TRANSPORTS = ("auto", "allgather", "sra", "allreduce")
 """What ``transport`` may be."""
 
 TRANSPORT_VARIABLE = "HVD_TWOBIT_TRANSPORT"
@@ -95,6 +95,11 @@ class TwoBitConfig:
     def adaptive(self) -> bool:
         """Whether levels follow the gradient (``threshold="auto"``)."""
         return self.positive_threshold is None
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether negative levels are the positive ones but for the sign."""
+        return self.adaptive or self.positive_threshold == -self.negative_threshold  # type: ignore[operator]
 
     @property
     def uncompressed_steps(self) -> int:

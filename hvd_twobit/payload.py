@@ -216,12 +216,12 @@ class Received:
 
     Attributes:
         codes: packed codes, uint8[ranks, 4 * words]; rows lie apart.
-        headers: in rank order.
+        headers: by rank, in rank order.
         table: block tables, BLOCK_TABLE[ranks, blocks]; without blocks where levels are fixed.
     """
 
     codes: np.ndarray
-    headers: list[Header]
+    headers: dict[int, Header]
     table: np.ndarray
 
 
@@ -257,10 +257,10 @@ def split(gathered: np.ndarray, ranks: int, layout: Layout, label: str) -> Recei
     if gathered.size != ranks * layout.nbytes:
         raise _wrong_length(gathered, ranks, layout, label)
     payloads = gathered.reshape(ranks, layout.nbytes)
-    headers = [_parse(payloads[rank], layout, f"{label}: the payload of rank {rank}") for rank in range(ranks)]
+    headers = {rank: parse(payloads[rank], layout, f"{label}: the payload of rank {rank}") for rank in range(ranks)}
     table = layout.table(payloads)
     if layout.block_elements:
-        _check_table(table, layout, label)
+        check_table(table, layout, label)
     return Received(layout.codes(payloads), headers, table)
 
 
@@ -314,7 +314,12 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _parse(payload: np.ndarray, layout: Layout, whose: str) -> Header:
+def parse(payload: np.ndarray, layout: Layout, whose: str) -> Header:
+    """The header of a payload of this layout, checked; ``whose`` begins messages.
+
+    Raises:
+        PayloadError: a field is wrong.
+    """
     fields = _HEADER.unpack(payload[:HEADER_NBYTES].tobytes())
     magic, version, flags, reserved, count, block_elements, positive, negative, checksum = fields
     if magic != MAGIC:
@@ -378,7 +383,12 @@ def _parse_sums(content: np.ndarray, layout: Layout, whose: str) -> SumsHeader:
     return SumsHeader(form, planes, count, positive, negative, block_elements)
 
 
-def _check_table(table: np.ndarray, layout: Layout, label: str) -> None:
+def check_table(table: np.ndarray, layout: Layout, label: str) -> None:
+    """Check the block tables of all ranks, BLOCK_TABLE[ranks, blocks].
+
+    Raises:
+        PayloadError: an entry cannot be right.
+    """
     sums, counts = table["selected_sum"], table["selected_count"]
     bad = ~((sums >= 0) & (sums <= np.finfo(np.float32).max) & (counts <= layout.block_elements))
     if bad.any():
@@ -397,7 +407,7 @@ def _wrong_length(gathered: np.ndarray, ranks: int, layout: Layout, label: str) 
             return PayloadError(f"{whose} has {gathered.size - offset} bytes left of the {gathered.size} that arrived, "
                                 f"fewer than a header of {HEADER_NBYTES}")
         try:
-            _parse(gathered[offset:offset + HEADER_NBYTES], layout, whose)
+            parse(gathered[offset:offset + HEADER_NBYTES], layout, whose)
         except PayloadError as error:
             return error
         offset += layout.nbytes

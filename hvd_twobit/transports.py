@@ -2,6 +2,7 @@
 
 - ``allgather``: every rank gets the payloads of all and adds them up.
 - ``sra`` (scatter-reduce-allgather): every rank sums one chunk of the bucket and sends all others the sums.
+- ``allreduce``: Horovod's own allreduce adds up integers that hold codes as digits.
 
 The codec says what both carry, a front end's collectives carry it.
 """
@@ -28,7 +29,7 @@ class Planned:
 
     Attributes:
         bucket: what travels together.
-        transport: ``"allgather"`` or ``"sra"``.
+        transport: ``"allgather"``, ``"sra"`` or ``"allreduce"``.
         ranks: ranks that exchange it.
     """
 

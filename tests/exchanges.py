@@ -43,6 +43,14 @@ def arrived(codecs: Sequence[Codec], buckets: Bucket, gradients: Sequence[Mappin
     sent = [encoded(*each) for each in zip(codecs, layouts, gradients)]
     if transport == "allgather":
         return [codec.receive(layout, np.concatenate(sent), ranks) for codec, layout in zip(codecs, layouts)]
+    if transport == "allreduce":
+        tallies = [codec.tally_layout(layout, ranks) for codec, layout in zip(codecs, layouts)]
+        total = np.zeros(tallies[0].size, np.uint32)
+        for rank, (codec, layout, payloads) in enumerate(zip(codecs, layouts, sent)):
+            integers = np.empty(tallies[0].size, np.uint32)
+            codec.tally(layout, payloads, rank, tallies[rank], integers)
+            total += integers
+        return [codec.receive_tallies(*each, total) for codec, *each in zip(codecs, layouts, tallies)]
     sums = [codec.sum(layout, rank, np.concatenate([layout.chunks[rank].of(one) for one in sent]), ranks)
             for rank, (codec, layout) in enumerate(zip(codecs, layouts))]
     return [codec.receive_sums(layout, np.concatenate(sums)) for codec, layout in zip(codecs, layouts)]

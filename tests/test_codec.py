@@ -56,7 +56,7 @@ def test_three_ranks_exchange_what_the_simulation_says(backend: str, thresholds:
                 assert_same_bits(registry[name].reshape(-1), tensor.residuals[rank], f"residual {name}")
 
 
-@pytest.mark.parametrize("transport", ["allgather", "sra"])
+@pytest.mark.parametrize("transport", ["allgather", "sra", "allreduce"])
 def test_a_tensor_that_is_cut_into_buckets_is_the_same_as_a_whole_one(transport: str) -> None:
     whole, cut = ([adaptive("numba", min_elements=0, block_elements=64) for _ in range(5)] for _ in range(2))
     values = [gradient(1, rank, 0, "w", (2000,)) for rank in range(5)]
@@ -157,7 +157,7 @@ def exchange(ranks: Sequence[Codec], gradients: Sequence[np.ndarray], scale: flo
 
 @pytest.mark.parametrize("elements", [0, 1, 16, 1024, 1025, 4000])
 @pytest.mark.parametrize("block_elements", [16, 1024])
-@pytest.mark.parametrize("transport", ["allgather", "sra"])
+@pytest.mark.parametrize("transport", ["allgather", "sra", "allreduce"])
 def test_adaptive_levels_are_those_of_the_simulation(elements: int, block_elements: int, transport: str) -> None:
     made = [adaptive(backend, min_elements=0, block_elements=block_elements, warmup_steps=1)
             for backend in ("numpy", "numba", "numba")]

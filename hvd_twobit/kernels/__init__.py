@@ -7,19 +7,24 @@ is the definition (the oracle of the tests), ``"numba"`` the one that training u
     unpack_sum(packed, levels, block_elements, out, scale=1.0) -> None
     pack_counts(packed, bits, counts) -> None
     unpack_counts(counts, bits, levels, block_elements, out, scale=1.0) -> None
+    pack_tallies(packed, tallies, words) -> bool
+    unpack_tallies(words, tallies, contributors, bits, counts) -> None
 
-The last two are ``unpack_sum`` in two halves with bytes between them: how many ranks sent which code, which is what one
-rank sums for all, and what that means. Arrays are C-contiguous NumPy arrays that the caller allocated, of any length
-(0 included); only the rows of ``packed`` and ``counts`` may lie apart, so that payloads are read where they were
-received.
+``pack_counts`` and ``unpack_counts`` are ``unpack_sum`` in two halves with bytes between them: how many ranks sent
+which code, which is what one rank sums for all, and what that means. The last two bring codes into integers that
+Horovod's allreduce can add, and counts out of their sum: see ``Tallies``.
 
-This file holds what the backends share: the ``Quantizer``, the size of packed codes, the codes, and the checks of
-arguments that both make before a loop runs without bounds checks.
+Arrays are C-contiguous NumPy arrays that the caller allocated, of any length (0 included); only the rows of ``packed``
+and ``counts`` may lie apart, so that payloads are read where they were received.
+
+This file holds what the backends share: ``Quantizer`` and ``Tallies``, the size of packed codes, the codes, and the
+checks of arguments that both make before a loop runs without bounds checks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import types
 
@@ -115,6 +120,61 @@ class Quantizer:
         return cls(whole_tensor(elements), up, down, up, down)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tallies:
+    """How codes become digits of 32-bit integers, so that a sum of the integers is the sum of every digit.
+
+    An integer is ``sum(digit[k] * radix ** k)``, below 2^32 also when those of all ranks are added, so no digit carries
+    into the next. With one plane the digits of codes 10, 00 and 11 are 0, 1 and 2: their sum, less one for every rank
+    that contributed, is how many sent 11 less how many sent 10. With two planes one counts codes 11, the other codes
+    10. Code 01 has the digit of 00: who sends it has to tell by other means.
+
+    A *group* is ``per_integer`` consecutive words of 16 codes, in 16 integers: digit k of integer i is element i of
+    word k. The last group is as long as the others; words that are not there are zero.
+
+    Attributes:
+        ranks: the most ranks that may contribute.
+        planes: 1 or 2.
+    """
+
+    ranks: int
+    planes: int
+
+    @property
+    def radix(self) -> int:
+        """Number of different sums of digits."""
+        return 2 * self.ranks + 1 if self.planes == 1 else self.ranks + 1
+
+    @functools.cached_property
+    def per_integer(self) -> int:
+        """Digits of an integer, 1 or more: as many as fit and as ``multiplier`` can take apart."""
+        digits = 1
+        while self.radix ** (digits + 1) <= 2**32 and self._is_exact_below(self.radix ** (digits + 1)):
+            digits += 1
+        return digits
+
+    @property
+    def shift(self) -> int:
+        """See ``multiplier``."""
+        return 31 + (self.radix - 1).bit_length()
+
+    @property
+    def multiplier(self) -> int:
+        """Below 2^32; ``x * multiplier >> shift`` is ``x // radix`` for every sum x of the ranks' integers.
+
+        Source: T. Granlund, P. Montgomery, "Division by invariant integers using multiplication", 1994.
+        """
+        return 2**self.shift // self.radix + 1
+
+    def _is_exact_below(self, limit: int) -> bool:
+        error = self.multiplier * self.radix - 2**self.shift
+        return (limit - 1) * error < 2**self.shift
+
+    def integers(self, words: int) -> int:
+        """Integers of one plane for so many words of codes."""
+        return ELEMENTS_PER_WORD * (-(-words // self.per_integer))
+
+
 def check_quantize_arguments(gradient: np.ndarray, residual: np.ndarray, packed: np.ndarray,
                              quantizer: Quantizer) -> None:
     """Raise ValueError unless the arrays of ``quantize_pack`` fit each other and the quantizer."""
@@ -156,6 +216,26 @@ def check_unpack_counts_arguments(counts: np.ndarray, bits: int, levels: np.ndar
     _check_rows("counts", counts, counts_nbytes(packed_nbytes(out.size) // 4, bits))
     _check_planes(counts)
     _check_array("levels", levels, np.float32, (block_count(out.size, block_elements), 2))
+
+
+def check_tallies_arguments(packed: np.ndarray, tallies: Tallies, words: np.ndarray) -> None:
+    """Raise ValueError unless the arrays of ``pack_tallies`` fit each other."""
+    _check_array("packed", packed, np.uint8, (4 * (packed.size // 4),))
+    _check_array("words", words, np.uint32, (tallies.planes, tallies.integers(packed.size // 4)))
+
+
+def check_unpack_tallies_arguments(words: np.ndarray, tallies: Tallies, contributors: int, bits: int,
+                                   counts: np.ndarray) -> None:
+    """Raise ValueError unless the arrays of ``unpack_tallies`` fit each other, and counts can tell of all ranks."""
+    if bits not in COUNT_BITS or bits < count_bits(tallies.ranks):
+        raise ValueError(f"counts of {tallies.ranks} ranks cannot have {bits} bits")
+    if not 0 <= contributors <= tallies.ranks:
+        raise ValueError(f"{contributors} of {tallies.ranks} ranks cannot have contributed")
+    codes = counts.shape[-1] // counts_nbytes(1, bits)
+    _check_rows("counts", counts, counts_nbytes(codes, bits))
+    if counts.shape[0] != tallies.planes:
+        raise ValueError(f"counts has {counts.shape[0]} planes, but tallies have {tallies.planes}")
+    _check_array("words", words, np.uint32, (tallies.planes, tallies.integers(codes)))
 
 
 def _check_planes(counts: np.ndarray) -> None:

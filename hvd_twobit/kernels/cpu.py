@@ -27,16 +27,20 @@ from . import (
     ELEMENTS_PER_WORD,
     SUM_CHUNK_ELEMENTS,
     Quantizer,
+    Tallies,
     block_count,
     check_pack_counts_arguments,
     check_quantize_arguments,
+    check_tallies_arguments,
     check_unpack_arguments,
     check_unpack_counts_arguments,
+    check_unpack_tallies_arguments,
     vectors,
 )
 from .vectors import (
     SHIFTS,
     add_word,
+    append_digits,
     enter_ieee,
     leave_ieee,
     load_counts_4,
@@ -47,6 +51,9 @@ from .vectors import (
     store_counts_8,
     store_counts_16,
     store_word,
+    take_digits_4,
+    take_digits_8,
+    take_digits_16,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -132,6 +139,42 @@ def unpack_counts(counts: np.ndarray, bits: int, levels: np.ndarray, block_eleme
     check_unpack_counts_arguments(counts, bits, levels, block_elements, out)
     scratch = np.empty(SUM_CHUNK_ELEMENTS + ELEMENTS_PER_WORD, np.float32)
     _weigh_counts(counts, bits, levels, block_elements, out, scale, scratch)
+
+
+def pack_tallies(packed: np.ndarray, tallies: Tallies, words: np.ndarray) -> bool:
+    """Overwrite ``words`` with the digits of packed codes; see ``reference.pack_tallies``.
+
+    Args:
+        packed: uint8[4 * n].
+        tallies: see ``Tallies``.
+        words: uint32[tallies.planes, tallies.integers(n)].
+
+    Returns:
+        Whether code 01 is among the codes.
+
+    Raises:
+        ValueError: the arrays do not fit each other.
+    """
+    check_tallies_arguments(packed, tallies, words)
+    return bool(_tally_codes(packed, tallies.radix, tallies.per_integer, words))
+
+
+def unpack_tallies(words: np.ndarray, tallies: Tallies, contributors: int, bits: int, counts: np.ndarray) -> None:
+    """Overwrite ``counts`` with those of the codes whose digits were added up; see ``reference.unpack_tallies``.
+
+    Args:
+        words: uint32[tallies.planes, tallies.integers(n)].
+        tallies: those of ``pack_tallies``.
+        contributors: number of ranks whose words were added.
+        bits: bits of a count.
+        counts: uint8[tallies.planes, 2 * bits * n], overwritten; rows may lie apart.
+
+    Raises:
+        ValueError: the arrays do not fit each other, or the bits are too few for the ranks.
+    """
+    check_unpack_tallies_arguments(words, tallies, contributors, bits, counts)
+    _count_digits(words, tallies.per_integer, tallies.multiplier, tallies.shift, tallies.radix,
+                  contributors if tallies.planes == 1 else 0, bits, counts)
 
 
 def _compiled(signature) -> Callable[[Callable], Callable]:
@@ -416,3 +459,47 @@ def _weigh_counts(counts, bits, levels, block_elements, out, scale, scratch):
                 for i in range(stop - whole_stop):
                     out[whole_stop + i] = last_word[i]
     leave_ieee(environment)
+
+
+@_compiled(types.int64(_array(types.uint8, 1, readonly=True), types.int64, types.int64, _array(types.uint32, 2)))
+def _tally_codes(packed, radix, per_integer, words):
+    """Append digits group by group, the highest first; returns how many words have a code 01."""
+    total = packed.size // 4
+    factor = np.uint32(radix)
+    not_finite = 0
+    for plane in range(words.shape[0]):
+        integers = words[plane]
+        if words.shape[0] == 1:
+            digits = (np.uint32(1), np.uint32(0), np.uint32(2))
+        elif plane == 0:
+            digits = (np.uint32(0), np.uint32(0), np.uint32(1))
+        else:
+            digits = (np.uint32(0), np.uint32(1), np.uint32(0))
+        integers[:] = 0
+        for group in range(integers.size // ELEMENTS_PER_WORD):
+            first = group * per_integer
+            for word in range(min(first + per_integer, total) - 1, first - 1, -1):
+                append_digits(packed, 4 * word, digits, factor, integers, ELEMENTS_PER_WORD * group)
+    for byte in range(packed.size):
+        not_finite |= packed[byte] & ~(packed[byte] >> 1) & 0x55
+    return not_finite
+
+
+@_compiled(types.void(_array(types.uint32, 2, readonly=True), types.int64, *[types.uint32] * 4, types.int64,
+                      _array(types.uint8, 2, "A")))
+def _count_digits(words, per_integer, multiplier, shift, radix, offset, bits, counts):
+    """Take groups of integers apart, the lowest digit first."""
+    total = counts.shape[1] // (2 * bits)
+    rest = np.empty(ELEMENTS_PER_WORD, np.uint32)
+    for plane in range(words.shape[0]):
+        for group in range(words.shape[1] // ELEMENTS_PER_WORD):
+            for i in range(ELEMENTS_PER_WORD):
+                rest[i] = words[plane, ELEMENTS_PER_WORD * group + i]
+            first = group * per_integer
+            for word in range(first, min(first + per_integer, total)):
+                if bits == 4:
+                    take_digits_4(rest, multiplier, shift, radix, offset, counts, plane, 2 * bits * word)
+                elif bits == 8:
+                    take_digits_8(rest, multiplier, shift, radix, offset, counts, plane, 2 * bits * word)
+                else:
+                    take_digits_16(rest, multiplier, shift, radix, offset, counts, plane, 2 * bits * word)

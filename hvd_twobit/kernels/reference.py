@@ -18,11 +18,14 @@ from . import (
     ELEMENTS_PER_WORD,
     SUM_CHUNK_ELEMENTS,
     Quantizer,
+    Tallies,
     block_count,
     check_pack_counts_arguments,
     check_quantize_arguments,
+    check_tallies_arguments,
     check_unpack_arguments,
     check_unpack_counts_arguments,
+    check_unpack_tallies_arguments,
 )
 
 
@@ -123,10 +126,7 @@ def pack_counts(packed: np.ndarray, bits: int, counts: np.ndarray) -> None:
     negatives = np.count_nonzero(codes == CODE_NEGATIVE, axis=0)
     for plane, values in enumerate([positives - negatives] if len(counts) == 1 else [positives, negatives]):
         values[np.any(codes == CODE_NOT_FINITE, axis=0)] = -(1 << (bits - 1))
-        if bits == 4:
-            counts[plane] = values[0::2] & 15 | (values[1::2] & 15) << 4
-        else:
-            counts[plane] = values.astype(f"<i{bits // 8}").view(np.uint8)
+        counts[plane] = _packed_counts(values, bits)
 
 
 def unpack_counts(counts: np.ndarray, bits: int, levels: np.ndarray, block_elements: int, out: np.ndarray,
@@ -160,6 +160,59 @@ def unpack_counts(counts: np.ndarray, bits: int, levels: np.ndarray, block_eleme
         if scale != 1.0:
             out[:] = (out.astype(np.float64) * scale).astype(np.float32)
     out[np.any(values == -(1 << (bits - 1)), axis=0)] = np.nan
+
+
+def pack_tallies(packed: np.ndarray, tallies: Tallies, words: np.ndarray) -> bool:
+    """Overwrite ``words`` with the digits of packed codes.
+
+    Args:
+        packed: uint8[4 * n].
+        tallies: see ``Tallies``.
+        words: uint32[tallies.planes, tallies.integers(n)].
+
+    Returns:
+        Whether code 01 is among the codes.
+    """
+    check_tallies_arguments(packed, tallies, words)
+    codes = _unpack(packed[None])[0].reshape(-1, ELEMENTS_PER_WORD)
+    for plane, integers in enumerate(words):
+        digit_of = np.zeros(4, np.uint32)
+        if tallies.planes == 1:
+            digit_of[[CODE_NEGATIVE, CODE_ZERO, CODE_NOT_FINITE, CODE_POSITIVE]] = 0, 1, 1, 2
+        else:
+            digit_of[[CODE_POSITIVE, CODE_NEGATIVE][plane]] = 1
+        digits = np.zeros((integers.size // ELEMENTS_PER_WORD * tallies.per_integer, ELEMENTS_PER_WORD), np.uint32)
+        digits[:len(codes)] = digit_of[codes]
+        powers = np.array([tallies.radix ** k for k in range(tallies.per_integer)], np.uint32)
+        integers[:] = (digits.reshape(-1, tallies.per_integer, ELEMENTS_PER_WORD)
+                       * powers[:, None]).sum(axis=1, dtype=np.uint32).reshape(-1)
+    return bool((codes == CODE_NOT_FINITE).any())
+
+
+def unpack_tallies(words: np.ndarray, tallies: Tallies, contributors: int, bits: int, counts: np.ndarray) -> None:
+    """Overwrite ``counts`` with those of the codes whose digits were added up.
+
+    Args:
+        words: uint32[tallies.planes, tallies.integers(n)]: the sum over ranks of what ``pack_tallies`` made.
+        tallies: those of ``pack_tallies``.
+        contributors: number of ranks whose words were added.
+        bits: bits of a count, see ``pack_counts``.
+        counts: uint8[tallies.planes, 2 * bits * n], without any NaN.
+    """
+    check_unpack_tallies_arguments(words, tallies, contributors, bits, counts)
+    for integers, plane in zip(words, counts):
+        digits = [integers // np.uint32(tallies.radix ** k) % np.uint32(tallies.radix)
+                  for k in range(tallies.per_integer)]
+        by_word = np.stack([digit.reshape(-1, ELEMENTS_PER_WORD) for digit in digits], axis=1).reshape(-1)
+        values = by_word[:plane.size * 8 // bits].astype(np.int64) - (contributors if tallies.planes == 1 else 0)
+        plane[:] = _packed_counts(values, bits)
+
+
+def _packed_counts(values: np.ndarray, bits: int) -> np.ndarray:
+    """Counts as ``pack_counts`` has them."""
+    if bits == 4:
+        return (values[0::2] & 15 | (values[1::2] & 15) << 4).astype(np.uint8)
+    return values.astype(f"<i{bits // 8}").view(np.uint8)
 
 
 def _pack(codes: np.ndarray) -> np.ndarray:

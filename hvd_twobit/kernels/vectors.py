@@ -172,6 +172,19 @@ def _row_address(context, builder: ir.IRBuilder, array_type: types.Array, array:
     return builder.gep(builder.bitcast(rows.data, _I8.as_pointer()), [offset])
 
 
+def _store_narrowed(builder: ir.IRBuilder, integers: ir.Value, bits: int, at: ir.Value) -> None:
+    """Store sixteen int32 as counts of so many bits."""
+    narrow = builder.trunc(integers, _count_type(bits))
+    if bits == 4:
+        half = ELEMENTS_PER_WORD // 2
+        indices = ir.VectorType(_I32, half)
+        undefined = ir.Constant(narrow.type, ir.Undefined)
+        even = builder.shuffle_vector(narrow, undefined, indices([2 * i for i in range(half)]))
+        odd = builder.shuffle_vector(narrow, undefined, indices([2 * i + 1 for i in range(half)]))
+        narrow = builder.or_(builder.and_(even, even.type([15] * half)), builder.shl(odd, odd.type([4] * half)))
+    builder.store(narrow, builder.bitcast(at, narrow.type.as_pointer()), align=1)
+
+
 def _store_counts(bits: int) -> Any:
     lowest = -(1 << (bits - 1))
 
@@ -184,15 +197,7 @@ def _store_counts(bits: int) -> Any:
                                                     builder.shl(arguments[1], _I64(2))))
             is_nan = builder.fcmp_unordered("uno", floats, floats)
             integers = builder.fptosi(builder.select(is_nan, _splat(builder, _F32(lowest)), floats), _WORDS)
-            narrow = builder.trunc(integers, _count_type(bits))
-            if bits == 4:
-                half = ELEMENTS_PER_WORD // 2
-                indices = ir.VectorType(_I32, half)
-                undefined = ir.Constant(narrow.type, ir.Undefined)
-                even = builder.shuffle_vector(narrow, undefined, indices([2 * i for i in range(half)]))
-                odd = builder.shuffle_vector(narrow, undefined, indices([2 * i + 1 for i in range(half)]))
-                narrow = builder.or_(builder.and_(even, even.type([15] * half)), builder.shl(odd, odd.type([4] * half)))
-            builder.store(narrow, builder.bitcast(at, narrow.type.as_pointer()), align=1)
+            _store_narrowed(builder, integers, bits, at)
             return context.get_dummy_value()
 
         return types.void(values, start, counts, plane, byte), generate
@@ -232,6 +237,65 @@ def _load_counts(bits: int) -> Any:
 
 store_counts_4, store_counts_8, store_counts_16 = _store_counts(4), _store_counts(8), _store_counts(16)
 load_counts_4, load_counts_8, load_counts_16 = _load_counts(4), _load_counts(8), _load_counts(16)
+
+
+# ---- digits of integers --------------------------------------------------------------------------------------------
+
+def _code_bits(builder: ir.IRBuilder, word: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The high and the low bit of 16 codes, from one word."""
+    words, nothing = _splat(builder, word), _WORDS([0] * ELEMENTS_PER_WORD)
+    return tuple(builder.icmp_unsigned("!=", builder.and_(words, _WORDS([bit << shift for shift in SHIFTS])), nothing)
+                 for bit in (2, 1))
+
+
+@intrinsic
+def append_digits(typing_context, packed, byte, digits, radix, integers, start):
+    """``integers[start:start + 16] = integers[start:start + 16] * radix + `` the digits of one word of codes.
+
+    ``digits`` is a tuple of uint32 for codes (00 and 01, 10, 11).
+    """
+    def generate(context, builder, signature, arguments):
+        at = _address(context, builder, signature.args[0], arguments[0], arguments[1])
+        word = builder.load(builder.bitcast(at, _I32.as_pointer()), align=1)
+        high, low = _code_bits(builder, word)
+        zero, negative, positive = (_splat(builder, builder.extract_value(arguments[2], i)) for i in range(3))
+        digit = builder.select(high, builder.select(low, positive, negative), zero)
+        integers_at = builder.bitcast(_address(context, builder, signature.args[4], arguments[4],
+                                               builder.shl(arguments[5], _I64(2))), _WORDS.as_pointer())
+        before = builder.mul(builder.load(integers_at, align=1), _splat(builder, arguments[3]))
+        builder.store(builder.add(before, digit), integers_at, align=1)
+        return context.get_dummy_value()
+
+    return types.void(packed, byte, digits, types.uint32, integers, start), generate
+
+
+def _take_digits(bits: int) -> Any:
+    @intrinsic
+    def take_digits(typing_context, integers, multiplier, shift, radix, offset, counts, plane, byte):
+        """Take the lowest digits out of ``integers[:16]`` and store them, less ``offset``, as counts.
+
+        ``x * multiplier >> shift`` has to be ``x // radix``.
+        """
+        def generate(context, builder, signature, arguments):
+            wide = ir.VectorType(_I64, ELEMENTS_PER_WORD)
+            at = builder.bitcast(_address(context, builder, signature.args[0], arguments[0], _I64(0)),
+                                 _WORDS.as_pointer())
+            before = builder.load(at, align=1)
+            product = builder.mul(builder.zext(before, wide), builder.zext(_splat(builder, arguments[1]), wide))
+            shift = builder.zext(_splat(builder, arguments[2]), wide)
+            higher = builder.trunc(builder.lshr(product, shift), _WORDS)
+            builder.store(higher, at, align=1)
+            digits = builder.sub(before, builder.mul(higher, _splat(builder, arguments[3])))
+            counts_at = _row_address(context, builder, signature.args[5], *arguments[5:])
+            _store_narrowed(builder, builder.sub(digits, _splat(builder, arguments[4])), bits, counts_at)
+            return context.get_dummy_value()
+
+        return types.void(integers, *[types.uint32] * 4, counts, plane, byte), generate
+
+    return take_digits
+
+
+take_digits_4, take_digits_8, take_digits_16 = _take_digits(4), _take_digits(8), _take_digits(16)
 
 
 # ---- the floating-point environment --------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from ..reduction import Reduction, refuse_dtype
 from ..residuals import ResidualRegistry
 from ..transports import plan_buckets
 from .loss_scale import LossScale
-from .transfer import PayloadTransfer, Transfer, overlap_explained
+from .transfer import Transfer, overlap_explained, transfer_of
 
 Handle = Union[int, Callable[[], Any]]
 
@@ -187,7 +187,7 @@ class Exchange:
         if decided != self._decided:
             self._plan(ready, decided[-1])
             self._decided = decided
-        self._agreement = self._allgather(np.frombuffer(self._statement.digest, np.uint8).copy(), "")
+        self._agreement = self._begin_agreement()
 
     def _plan(self, ready: Sequence[bool], ranks: int) -> None:
         """Decide how tensors travel from this step on."""
@@ -200,7 +200,7 @@ class Exchange:
         self._statement = Statement.of(self._config, tensors, buckets, ranks)
         for transfer in self._transfers:
             transfer.abandon()
-        self._transfers = [PayloadTransfer(self._codec, planned, self._process_set) for planned in buckets]
+        self._transfers = [transfer_of(self._codec, planned, self._process_set) for planned in buckets]
         self._transfers_of = {}
         for transfer, planned in zip(self._transfers, buckets):
             for name in {part.name for part in planned.bucket.parts}:
@@ -218,19 +218,31 @@ class Exchange:
         return [Exchanged(name, math.prod(shape), self._is_compressible(name, shape),
                           ready and self._is_compressible(name, shape), group) for name, shape in members]
 
+    def _begin_agreement(self) -> int:
+        if self._config.transport != "allreduce":
+            return self._allgather(np.frombuffer(self._statement.digest, np.uint8).copy(), "")
+        with overlap_explained([self._first]):
+            return hvd.allreduce_async(torch.from_numpy(self._statement.addends), op=hvd.Sum,
+                                       name=f"twobit.agreement.{self._first}", process_set=self._process_set)
+
     def _check_agreement(self) -> None:
-        digests = hvd.synchronize(self._agreement).numpy().tobytes()
-        if digests == self._statement.digest * self._process_set.size():
+        stated = hvd.synchronize(self._agreement).numpy()
+        if (self._statement.agrees(stated) if self._config.transport == "allreduce"
+                else stated.tobytes() == self._statement.digest * self._process_set.size()):
             return
         line = np.frombuffer(self._statement.to_json(), np.uint8).copy()
         statements = hvd.synchronize(self._allgather(line, ".details")).numpy().tobytes()
         raise disagreement(statements, hvd.rank())
 
     def _allgather(self, content: np.ndarray, suffix: str) -> int:
-        first = self._statement.tensors[0].name if self._statement.tensors else ""
-        with overlap_explained([first]):
-            return hvd.allgather_async(torch.from_numpy(content), name=f"twobit.agreement{suffix}.{first}",
+        with overlap_explained([self._first]):
+            return hvd.allgather_async(torch.from_numpy(content), name=f"twobit.agreement{suffix}.{self._first}",
                                        process_set=self._process_set)
+
+    @property
+    def _first(self) -> str:
+        """The tensor after which what concerns all is named."""
+        return self._statement.tensors[0].name if self._statement.tensors else ""
 
     @property
     def is_under_way(self) -> bool:

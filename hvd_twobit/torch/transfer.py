@@ -44,7 +44,7 @@ class Transfer:
         if not self._missing:
             self.abandon()  # What is left of a step that was broken off.
         self._encode(name, gradient)
-        self._added(name)
+        self._arrived(name)
 
     def skip(self, name: str) -> None:
         """Leave out a gradient in this step: it turned out to travel by other means."""
@@ -52,9 +52,9 @@ class Transfer:
             self.abandon()
         self._leave_out(name)
         self._undelivered.discard(name)
-        self._added(name)
+        self._arrived(name)
 
-    def _added(self, name: str) -> None:
+    def _arrived(self, name: str) -> None:
         self._missing.discard(name)
         if not self._missing:
             with overlap_explained(sorted(self._names())):
@@ -210,6 +210,66 @@ class PayloadTransfer(Transfer):
 
     def _forget(self) -> None:
         self._sums = self._contents = None
+
+
+class TallyTransfer(Transfer):
+    """A bucket that travels as integers, in Horovod's own allreduce.
+
+    Args:
+        codec: of the optimizer.
+        planned: the bucket, and how it travels.
+        process_set: the ranks that exchange.
+    """
+
+    def __init__(self, codec: Codec, planned: Planned, process_set: hvd.ProcessSet) -> None:
+        super().__init__(planned, process_set)
+        self._codec = codec
+        self._layout = codec.layout(planned.bucket, planned.chunks)
+        self._payloads = self._layout.new()
+        self._tallies = codec.tally_layout(self._layout, planned.ranks)
+        self._wire = torch.empty(self._tallies.size, dtype=torch.int32)
+        self._handle: int | None = None
+        self._contents: Contents | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._handle is not None
+
+    def _encode(self, name: str, gradient: np.ndarray) -> None:
+        self._codec.encode(self._layout, self._payloads, name, gradient)
+
+    def _leave_out(self, name: str) -> None:
+        self._codec.leave_out(self._layout, self._payloads, name)
+
+    def _send(self) -> None:
+        self._codec.seal(self._layout, self._payloads)
+        self._codec.tally(self._layout, self._payloads, self._process_set.rank(), self._tallies, self._integers)
+        self._handle = hvd.allreduce_async_(self._wire, name=f"twobit.{self._planned.bucket.name}", op=hvd.Sum,
+                                            process_set=self._process_set)
+
+    @property
+    def _integers(self) -> np.ndarray:
+        return self._wire.numpy().view(np.uint32)
+
+    def _receive(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        hvd.synchronize(handle)
+        self._contents = self._codec.receive_tallies(self._layout, self._tallies, self._integers)
+
+    def _decode(self, name: str, out: np.ndarray, scale: float) -> None:
+        assert self._contents is not None, f"{self._planned.bucket.label} was not sent"
+        self._codec.decode(self._contents, name, out, scale)
+
+    def _forget(self) -> None:
+        self._contents = None
+
+
+def transfer_of(codec: Codec, planned: Planned, process_set: hvd.ProcessSet) -> Transfer:
+    """The transfer that carries a bucket."""
+    kind = TallyTransfer if planned.transport == "allreduce" else PayloadTransfer
+    return kind(codec, planned, process_set)
 
 
 @contextlib.contextmanager

@@ -93,6 +93,13 @@ CONFIGURATIONS = {
     "sra, another threshold on every rank": Configuration(
         [dict(threshold=threshold, transport="sra", min_elements=0) for threshold in (0.5, 0.1, 2.5)],
         dict(gradient_predivide_factor=3.0)),
+    "allreduce": Configuration(dict(transport="allreduce")),
+    "allreduce in small buckets, sum": Configuration(dict(transport="allreduce", bucket_cap_mb=0.006, block_elements=64,
+                                                          min_elements=0), dict(op="Sum")),
+    "allreduce, asymmetric thresholds": Configuration(dict(positive_threshold=0.2, negative_threshold=-0.45,
+                                                           transport="allreduce"), dict(op="Sum")),
+    "allreduce, a fixed threshold, a gradient missing on one rank": Configuration(
+        dict(threshold=0.5, transport="allreduce"), dict(gradient_predivide_factor=4.0), missing="row"),
     "allgather in small buckets": Configuration(dict(transport="allgather", bucket_cap_mb=0.006)),
     "a fixed threshold with warm-up": Configuration(dict(threshold=0.4, warmup_steps=2)),
     "a fixed threshold": Configuration(dict(threshold=0.5)),
