@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from hvd_twobit import kernels
-from hvd_twobit.kernels import COUNT_BITS, Quantizer, block_count, counts_nbytes, packed_nbytes, whole_tensor
+from hvd_twobit.kernels import (
+    COUNT_BITS,
+    Quantizer,
+    Tallies,
+    block_count,
+    counts_nbytes,
+    packed_nbytes,
+    whole_tensor,
+)
 
 from .guarded import Guarded
 
@@ -40,7 +48,8 @@ def main() -> None:
             tried += 1 + 2 * len(RANKS)
         for planes, bits in itertools.product((1, 2), COUNT_BITS):
             _count(compiled, definition, random, memory, elements, planes, bits, at_end)
-            tried += 2
+            _tally(compiled, definition, random, memory, elements, Tallies((1 << (bits - 1)) - 1, planes), bits, at_end)
+            tried += 4
     print(tried, "calls stayed within their arrays")
 
 
@@ -100,6 +109,21 @@ def _count(compiled: Any, definition: Any, random: np.random.Generator, memory: 
     compiled.pack_counts(packed, bits, counts)
     compiled.unpack_counts(counts, bits, levels, 48, placed[3], 1 / 3)
     _same([counts, placed[3]], wanted, (elements, planes, bits, at_end))
+
+
+def _tally(compiled: Any, definition: Any, random: np.random.Generator, memory: Sequence[Guarded], elements: int,
+           tallies: Tallies, bits: int, at_end: bool) -> None:
+    packed = random.integers(0, 256, packed_nbytes(elements), np.uint8)
+    words = np.zeros((tallies.planes, tallies.integers(packed.size // 4)), np.uint32)
+    counts = np.zeros((tallies.planes, counts_nbytes(packed.size // 4, bits)), np.uint8)
+    wanted = [words.copy(), counts.copy()]
+    definition.pack_tallies(packed, tallies, wanted[0])
+    definition.unpack_tallies(wanted[0], tallies, 1, bits, wanted[1])
+    placed = [guarded.place(content.reshape(-1), at_end) for guarded, content in zip(memory, (packed, words, counts))]
+    words, counts = placed[1].reshape(words.shape), placed[2].reshape(counts.shape)
+    compiled.pack_tallies(placed[0], tallies, words)
+    compiled.unpack_tallies(words, tallies, 1, bits, counts)
+    _same([words, counts], wanted, (elements, tallies, at_end))
 
 
 if __name__ == "__main__":
