@@ -89,7 +89,8 @@ def test_counts_of_added_tallies_are_those_of_the_codes(words: int, ranks: int, 
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (dict(words=np.zeros((1, 32), np.uint32)), "words is uint32"), (dict(words=np.zeros((1, 16), np.int32)), "words is"),
+    (dict(words=np.zeros((1, 32), np.uint32)), "words is uint32"),
+    (dict(words=np.zeros((1, 16), np.int32)), "words is int32"),
     (dict(contributors=3), "3 of 2 ranks"), (dict(bits=5), "cannot have 5 bits"),
     (dict(counts=np.zeros((2, 8), np.uint8)), "counts has 2 planes"),
 ])
