@@ -248,7 +248,7 @@ def test_report_holds_what_was_measured(report: Callable[..., str], tmp_path: pa
 
 def test_report_tells_what_falls_short(report: Callable[..., str]) -> None:
     page = report(RECORDED)
-    assert "- 2-bit, allgather, tensor:1000000, 1gbit: +456 % with 2 ranks" in page
+    assert "- tensor:1000000, 1gbit: 1 of 3 times, at most +456 % (2-bit, allgather with 2 ranks)" in page
     assert "as long as uncompressed" not in page and "off the formula" not in page
     slow = [{**of_round, "allgather": of_ranks([0.045, 0.045], 300_000)} for of_round in RECORDED.rounds]
     page = report(dataclasses.replace(RECORDED, rounds=slow))

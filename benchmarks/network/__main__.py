@@ -35,7 +35,7 @@ from .methods import BASELINES, METHODS
 from .models import MODELS, shapes_of
 from .results import Entry, load, merge
 
-WARM_UP_ROUNDS = 3
+WARM_UP_ROUNDS = 2
 """Not shaped, and not counted: adaptive levels travel uncompressed in the first, and kernels are compiled or loaded."""
 
 SETTLE_BYTES = 10_000_000
