@@ -15,6 +15,7 @@ import torch
 from problems import Problem
 from torch import nn
 
+from hvd_twobit.buckets import Bucket
 from hvd_twobit.codec import Codec
 from hvd_twobit.config import TwoBitConfig
 from hvd_twobit.residuals import ResidualRegistry
@@ -78,13 +79,16 @@ class TwoBit(Uncompressed):
             for codec in self._codecs:
                 codec.observe(name, shape, averaged.reshape(-1).numpy(), workers, scale)
             return averaged
-        payloads = [codec.encode(name, shape, gradient.reshape(-1).numpy())
-                    for codec, gradient in zip(self._codecs, gradients)]
+        layout = self._codecs[0].layout(Bucket.of(name, shape), 1)
+        payloads = [layout.new() for _ in self._codecs]
+        for codec, payload, gradient in zip(self._codecs, payloads, gradients):
+            codec.encode(layout, payload, name, gradient.reshape(-1).numpy())
+            codec.seal(layout, payload)
         gathered = np.concatenate(payloads)
-        self.sent_bytes += payloads[0].size
+        self.sent_bytes += layout.nbytes
         received = [np.empty(elements, np.float32) for _ in self._codecs]
         for codec, out in zip(self._codecs, received):
-            codec.decode(name, shape, gathered, workers, out, scale)
+            codec.decode(codec.receive(layout, gathered, workers), name, out, scale)
         if any(out.tobytes() != received[0].tobytes() for out in received[1:]):
             raise RuntimeError(f"workers decoded different gradients of {name!r}")
         return torch.from_numpy(received[0]).view(shape)

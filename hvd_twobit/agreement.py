@@ -17,9 +17,10 @@ import hashlib
 import json
 from collections.abc import Iterable
 
-from .config import TwoBitConfig
+from .config import TRANSPORT_VARIABLE, TwoBitConfig
 from .errors import DisagreementError
 from .payload import VERSION
+from .transports import Planned
 
 NBYTES = 32
 _MAGIC = b"2BAG"
@@ -52,24 +53,38 @@ class Statement:
         min_elements: the configured size from which on tensors are compressed; for messages.
         warmup_steps: the configured number of uncompressed steps; for messages.
         block_elements: elements that share an adaptive level; 0 where thresholds are fixed.
+        transport: the configured transport; for messages.
+        bucket_cap_mb: the configured size of buckets; for messages.
+        ranks: number of ranks that this one exchanges with, itself included.
         tensors: all tensors, sorted by name.
+        buckets: of those that are compressed: transport, and per part the tensor's name, first element and the element
+            behind the last one.
     """
 
     min_elements: int
     warmup_steps: int
     block_elements: int
+    transport: str
+    bucket_cap_mb: float
+    ranks: int
     tensors: tuple[Exchanged, ...]
+    buckets: tuple[tuple[str, tuple[tuple[str, int, int], ...]], ...]
 
     @classmethod
-    def of(cls, config: TwoBitConfig, tensors: Iterable[Exchanged]) -> Statement:
+    def of(cls, config: TwoBitConfig, tensors: Iterable[Exchanged], buckets: Iterable[Planned],
+           ranks: int) -> Statement:
         """What a rank with a configuration exchanges."""
         return cls(config.min_elements, config.warmup_steps, config.block_elements if config.adaptive else 0,
-                   tuple(sorted(tensors, key=lambda tensor: tensor.name)))
+                   config.transport, config.bucket_cap_mb, ranks,
+                   tuple(sorted(tensors, key=lambda tensor: tensor.name)),
+                   tuple((planned.transport, tuple((part.name, part.start, part.stop) for part in planned.bucket.parts))
+                         for planned in buckets))
 
     @functools.cached_property
     def digest(self) -> bytes:
         """32 bytes, equal where statements mean the same collectives, however that was configured."""
-        content = json.dumps([VERSION, self.block_elements, [dataclasses.astuple(tensor) for tensor in self.tensors]])
+        content = json.dumps([VERSION, self.block_elements, self.ranks, self.buckets,
+                              [dataclasses.astuple(tensor) for tensor in self.tensors]])
         return _MAGIC + hashlib.blake2b(content.encode(), digest_size=NBYTES - len(_MAGIC)).digest()
 
     def to_json(self) -> bytes:
@@ -97,6 +112,9 @@ def difference(statements: bytes) -> str:
         if other["block_elements"] != first["block_elements"]:
             return (f"rank 0 has {_levels(first)} and rank {rank} has {_levels(other)}: give TwoBit the same arguments "
                     "on every rank")
+        if other["ranks"] != first["ranks"]:
+            return (f"rank 0 exchanges with {first['ranks']} ranks in all and rank {rank} with {other['ranks']}: give "
+                    "the optimizers of all ranks the same process set")
         mine, theirs = _by_name(first), _by_name(other)
         for name in sorted(mine.keys() | theirs.keys()):
             if name not in mine or name not in theirs:
@@ -106,6 +124,9 @@ def difference(statements: bytes) -> str:
             told = _difference_of(mine[name], theirs[name], first, other, rank)
             if told:
                 return f"tensor {name!r} {told}"
+        told = _difference_of_buckets(first, other, rank)
+        if told:
+            return told
     return "the statements of all ranks are equal, but their digests were not: bytes were damaged on the way"
 
 
@@ -130,6 +151,21 @@ def _difference_of(tensor: dict, others: dict, first: dict, other: dict, rank: i
         return (f"is exchanged in the group of {tensor['group']!r} on rank 0 and in that of {others['group']!r} on "
                 f"rank {rank}: form the same groups on every rank")
     return None
+
+
+def _difference_of_buckets(first: dict, other: dict, rank: int) -> str | None:
+    """Where the buckets of rank 0 and another rank differ, and why, or None."""
+    if first["buckets"] == other["buckets"]:
+        return None
+    for setting in ("transport", "bucket_cap_mb"):
+        if first[setting] != other[setting]:
+            return (f"{setting} is {first[setting]!r} on rank 0 and {other[setting]!r} on rank {rank}: give TwoBit the "
+                    "same on every rank" + (f", also in the environment variable {TRANSPORT_VARIABLE}"
+                                            if setting == "transport" else ""))
+    mine, theirs = ([part for _, parts in statement["buckets"] for part in parts] for statement in (first, other))
+    name, others = next((pair for pair in zip(mine, theirs) if pair[0] != pair[1]), (mine[0], theirs[0]))
+    return (f"tensor {name[0]!r} of rank 0 is where rank {rank} has tensor {others[0]!r} in the order of parameters: "
+            "give the optimizers of all ranks the same parameters in the same order")
 
 
 def _levels(statement: dict) -> str:

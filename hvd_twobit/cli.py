@@ -6,11 +6,17 @@ framework.
 
 from __future__ import annotations
 
+import pathlib
 import sys
 
 import click
 
 from . import __version__
+from .planning.models import MODELS
+from .planning.units import BANDWIDTH, LATENCY, Count
+
+DEFAULT_BANDWIDTH = 10e9
+"""Of ``plan``, in bit/s."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells report it."""
@@ -56,6 +62,42 @@ def frontends(ranks: int, rounds: int, as_json: bool) -> None:
     """
     from .bench import frontends as frontend_bench
     frontend_bench.run(ranks, rounds, as_json)
+
+
+@commands.command(epilog="Example:  hvd-twobit plan --model resnet50 --workers 64 --bandwidth 10Gbit --latency 50us")
+@click.option("--parameters", type=Count(), help="Parameters of the model, such as 25.6e6.")
+@click.option("--model", type=click.Choice(list(MODELS)), help="Take the parameters of this model instead.")
+@click.option("--workers", type=click.IntRange(min=2, max=32767), help="Number of ranks.")
+@click.option("--bandwidth", type=BANDWIDTH, help="Of each rank's link: a number with kbit, Mbit or Gbit.  "
+              "[default: 10Gbit; with --check, of unshaped links, which are left out without it]")
+@click.option("--latency", type=LATENCY, default="50us", show_default=True,
+              help="From one rank to another: a number with us, ms or s.")
+@click.option("--bucket-cap-mb", type=click.FloatRange(min=0, min_open=True), default=25, show_default=True,
+              help="MiB of float32 gradient that are exchanged as one piece.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=pathlib.Path),
+              help="Draw exchange time against 2 to 1024 workers into this file (needs matplotlib).")
+@click.option("--check", type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
+              help="Predict what is in this file of results of benchmarks/network, and print the error.")
+def plan(parameters: int | None, model: str | None, workers: int | None, bandwidth: float | None, latency: float,
+         bucket_cap_mb: float, as_json: bool, plot: pathlib.Path | None, check: pathlib.Path | None) -> None:
+    """Predict bytes and time of a gradient exchange, by transport.
+
+    What each costs is explained in hvd_twobit/cost_model.py and in docs/design.md. Nothing is measured.
+    """
+    if check is not None:
+        for option, given in (("--parameters", parameters), ("--model", model), ("--workers", workers),
+                              ("--plot", plot)):
+            if given is not None:
+                raise click.UsageError(f"{option} does not go with --check: the file tells what was exchanged")
+        from .planning import check as planning_check
+        return planning_check.run(check, bandwidth, latency, bucket_cap_mb, as_json)
+    if (parameters is None) == (model is None):
+        raise click.UsageError("give either --parameters or --model, one of them")
+    if workers is None:
+        raise click.UsageError("give the number of --workers")
+    from .planning import report
+    report.run(parameters, model, workers, bandwidth or DEFAULT_BANDWIDTH, latency, bucket_cap_mb, as_json, plot)
 
 
 def main() -> None:

@@ -1,22 +1,30 @@
-"""From a gradient to the bytes that are sent, and from what all ranks sent to the gradient's sum.
+"""From gradients to the bytes that are sent, and from what all ranks sent to the gradients' sums.
 
-The codec joins configuration, levels, residuals, kernels and payload. It keeps one payload buffer per tensor, so that
-a step allocates nothing of a gradient's size, and never calls a collective: a front end does, and must not encode a
-tensor again before the collective that reads its payload has ended.
+The codec joins configuration, levels, residuals, kernels and payload. It never calls a collective: a front end does.
 
 A tensor's exchange is one of two: while ``ready`` says no, its gradient travels uncompressed and ``observe`` is told
-what came back; afterwards ``encode`` and ``decode`` stand around an allgather. All ranks get the same answers from
-``ready``, as it depends on what all received.
+what came back; afterwards it travels in a bucket, by one of two transports. All ranks get the same answers from
+``ready``, as it depends on what all received. For a bucket, front ends do this around their collectives:
+
+- ``allgather``, with a ``BucketLayout`` of one chunk: ``encode`` every tensor and ``seal``; an allgather; ``receive``;
+  ``decode`` every tensor.
+- ``sra`` (scatter-reduce-allgather), with a chunk per rank: ``encode`` and ``seal``; an alltoall of the chunks; ``sum``
+  the chunk of this rank; an allgather of the sums; ``receive_sums``; ``decode``. Every rank is for one chunk what
+  MXNet's server is for all. Sums are exact, so nothing is lost but in ``encode``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
+import functools
+import math
+import zlib
+from collections.abc import Iterator
 
 import numpy as np
 
 from . import kernels, payload
+from .buckets import Bucket, Part
 from .config import TwoBitConfig
 from .errors import PayloadError, ResidualError
 from .levels import levels_of
@@ -24,14 +32,82 @@ from .residuals import ResidualRegistry
 
 
 @dataclasses.dataclass(frozen=True)
-class _Buffer:
-    """What is kept of a tensor between steps beside its state: its payload, and where the parts of it lie."""
+class Chunk:
+    """What one payload carries: some parts of a bucket.
 
-    shape: tuple[int, ...]
+    Attributes:
+        parts: in the order in which they lie in the payload.
+        layout: of the payload.
+        offset: bytes of the payloads before this one, among all that a rank sends of the bucket.
+    """
+
+    parts: tuple[Part, ...]
     layout: payload.Layout
-    payload: np.ndarray
-    codes: np.ndarray
-    table: np.ndarray
+    offset: int
+
+    def of(self, payloads: np.ndarray) -> np.ndarray:
+        """This chunk's payload among all that a rank sends of the bucket."""
+        return payloads[self.offset:self.offset + self.layout.nbytes]
+
+
+class BucketLayout:
+    """How a bucket lies in the payloads that a rank sends of it.
+
+    Args:
+        bucket: what travels together.
+        count: number of chunks: 1 where every rank gets everything, or one per rank.
+        block_elements: chunks are cut at multiples of this many elements of a tensor.
+        level_block_elements: elements that share an adaptive level; 0 where levels are fixed.
+    """
+
+    def __init__(self, bucket: Bucket, count: int, block_elements: int, level_block_elements: int) -> None:
+        self.bucket = bucket
+        chunks, offset = [], 0
+        for parts in bucket.chunks(count, block_elements):
+            layout = payload.Layout(tuple(part.elements for part in parts), level_block_elements)
+            chunks.append(Chunk(parts, layout, offset))
+            offset += layout.nbytes
+        self.chunks: tuple[Chunk, ...] = tuple(chunks)
+        self.nbytes = offset
+
+    @property
+    def chunk_nbytes(self) -> list[int]:
+        """Bytes of each chunk's payload: the splits of an alltoall."""
+        return [chunk.layout.nbytes for chunk in self.chunks]
+
+    @functools.cached_property
+    def _places(self) -> dict[str, list[tuple[int, int]]]:
+        places: dict[str, list[tuple[int, int]]] = {}
+        for number, chunk in enumerate(self.chunks):
+            for run, part in enumerate(chunk.parts):
+                places.setdefault(part.name, []).append((number, run))
+        return places
+
+    def places(self, name: str) -> Iterator[tuple[int, int, Part]]:
+        """Where a tensor lies, in the order of its elements: numbers of chunk and run, and which part that is."""
+        for number, run in self._places[name]:
+            yield number, run, self.chunks[number].parts[run]
+
+    def new(self) -> np.ndarray:
+        """Memory for the payloads: uint8[nbytes], padding cleared."""
+        return np.zeros(self.nbytes, np.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What arrived of a bucket, checked, to be decoded tensor by tensor.
+
+    Attributes:
+        layout: of the bucket.
+        chunks: of each chunk, what ranks sent, or what one has summed.
+        levels: of each chunk, what codes stand for: float32[ranks, blocks, 2]; of sums float32[1, blocks, 2].
+        next_levels: of each chunk, the levels of the next exchange, float32[blocks], or None where they are fixed.
+    """
+
+    layout: BucketLayout
+    chunks: list[payload.Received | payload.Sums]
+    levels: list[np.ndarray]
+    next_levels: list[np.ndarray | None]
 
 
 class Codec:
@@ -51,16 +127,14 @@ class Codec:
         self._residuals = residuals
         self._levels = levels_of(config)
         self._kernels = kernels.load(backend)
-        self._buffers: dict[str, _Buffer] = {}
-        self._lock = threading.Lock()
 
     def compresses(self, elements: int) -> bool:
         """Whether a tensor of so many elements is compressed once it is ready, or always travels as it is."""
         return elements >= self._config.min_elements
 
-    def payload_nbytes(self, elements: int) -> int:
-        """Bytes of the payload of a tensor of so many elements."""
-        return self._levels.layout(elements).nbytes
+    def layout(self, bucket: Bucket, chunks: int) -> BucketLayout:
+        """How a bucket lies in ``chunks`` payloads: 1 for an allgather, one per rank for ``sra``."""
+        return BucketLayout(bucket, chunks, self._config.block_elements, self._levels.block_elements)
 
     def ready(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the next exchange of a tensor is compressed: its uncompressed ones are over.
@@ -73,9 +147,10 @@ class Codec:
             return state.uncompressed_steps >= self._config.uncompressed_steps
         if state.levels is None:
             return False
-        blocks = self._levels.layout(_elements(shape)).blocks
+        elements = math.prod(shape)
+        blocks = kernels.block_count(elements, self._config.block_elements)
         if state.levels.size != blocks:
-            raise ResidualError(f"tensor {name!r} has {state.levels.size} levels, but {_elements(shape)} elements in "
+            raise ResidualError(f"tensor {name!r} has {state.levels.size} levels, but {elements} elements in "
                                 f"blocks of {self._config.block_elements} take {blocks}: keep block_elements as it "
                                 "was, or call forget_levels()")
         return state.uncompressed_steps >= self._config.uncompressed_steps
@@ -100,85 +175,218 @@ class Codec:
             state.levels = levels
         state.uncompressed_steps += 1
 
-    def encode(self, name: str, shape: tuple[int, ...], gradient: np.ndarray) -> np.ndarray:
-        """Add a gradient to its tensor's residual and take out what two bits can say.
+    def encode(self, layout: BucketLayout, payloads: np.ndarray, name: str, gradient: np.ndarray) -> None:
+        """Add what a bucket carries of a gradient to the tensor's residual and take out what two bits can say.
+
+        The buckets of a tensor that is cut into several have to be encoded in their order.
 
         Args:
+            layout: how the bucket lies in the payloads.
+            payloads: uint8[layout.nbytes], where codes and block tables are written.
             name: the tensor's name, under which its residual is kept.
-            shape: the tensor's shape.
-            gradient: float32[elements], contiguous; not changed.
+            gradient: float32[elements], the whole tensor's, contiguous; not changed.
+
+        Raises:
+            ResidualError: the tensor had another shape or size before.
+        """
+        for part, codes, table in self._written(layout, payloads, name):
+            if gradient.size != math.prod(part.shape):
+                raise ResidualError(f"tensor {name!r} has a gradient of {gradient.size} elements, but its shape was "
+                                    f"{part.shape}")
+            self._encode(part, gradient, codes, table)
+
+    def leave_out(self, layout: BucketLayout, payloads: np.ndarray, name: str) -> None:
+        """Write zeros in place of what a bucket could carry of a tensor, and leave its residual alone."""
+        for _, codes, table in self._written(layout, payloads, name):
+            codes[:] = 0
+            table[:] = 0
+
+    @staticmethod
+    def _written(layout: BucketLayout, payloads: np.ndarray,
+                 name: str) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
+        """The parts of a tensor, and where their codes and block tables are written."""
+        for number, run, part in layout.places(name):
+            chunk = layout.chunks[number]
+            words, blocks = chunk.layout.run_words[run], chunk.layout.run_blocks[run]
+            memory = chunk.of(payloads)
+            yield (part, chunk.layout.codes(memory)[4 * words.start:4 * words.stop],
+                   chunk.layout.table(memory)[blocks])
+
+    def _encode(self, part: Part, gradient: np.ndarray, codes: np.ndarray, table: np.ndarray) -> None:
+        state = self._residuals.tensor(part.name, part.shape)
+        if part.start == 0:
+            state.remember(with_residual=self._residuals.can_undo)
+            state.statistics.before(gradient)
+        quantizer = self._levels.quantizer(None if state.levels is None else state.levels[self._blocks(part)],
+                                           part.elements, self._loss_scale)
+        residual = state.residual[part.start:part.stop]
+        selected_sum, selected_count = self._kernels.quantize_pack(gradient[part.start:part.stop], residual, codes,
+                                                                   quantizer)
+        self._levels.write_table(table, selected_sum, selected_count, residual)
+        state.statistics.add(int(selected_count.sum()), codes.nbytes + table.nbytes)
+        if part.is_last:
+            state.statistics.after(state.residual, float(quantizer.positive_level.mean() if state.levels is None
+                                                         else state.levels.mean()))
+            if self._warns and not self._config.adaptive:
+                threshold = min(float(quantizer.positive_threshold[0]), -float(quantizer.negative_threshold[0]))
+                state.statistics.warn_of_fixed_threshold(part.name, threshold, state.residual)
+
+    def seal(self, layout: BucketLayout, payloads: np.ndarray) -> None:
+        """Write the headers, when all tensors of a bucket are encoded."""
+        checksum = self._checksum(layout.bucket.parts)
+        for chunk in layout.chunks:
+            header = self._levels.header(chunk.layout.elements, checksum, self._loss_scale)
+            chunk.layout.write_header(chunk.of(payloads), header)
+
+    def receive(self, layout: BucketLayout, gathered: np.ndarray, ranks: int) -> Contents:
+        """Check what an allgather of the payloads of all ranks returned.
+
+        Args:
+            layout: how the bucket lies in one payload.
+            gathered: uint8, the payloads in rank order.
+            ranks: number of ranks that sent one.
+
+        Raises:
+            PayloadError: a rank sent something else than a payload of this bucket, or has other levels.
+        """
+        chunk, = layout.chunks
+        received, own = self._received(layout, chunk, gathered, ranks)
+        return Contents(layout, [received], [self._levels.pairs(own, received.headers)],
+                        [self._levels.next(own, received, chunk.layout)])
+
+    def sum(self, layout: BucketLayout, rank: int, received: np.ndarray, ranks: int) -> np.ndarray:
+        """Sum this rank's chunk for all ranks.
+
+        Args:
+            layout: how the bucket lies in a payload per rank.
+            rank: this rank; it sums the chunk of this number.
+            received: uint8, the payloads of this chunk in rank order.
+            ranks: number of ranks that sent one.
 
         Returns:
-            The payload, uint8[payload_nbytes(elements)]: the codec's own memory, overwritten by the next ``encode``
-            of this tensor.
+            The sums as they are sent, uint8: see ``payload``.
 
         Raises:
-            ResidualError: the tensor had another shape before.
+            PayloadError: a rank sent something else than a payload of this chunk, or has other levels.
         """
-        state = self._residuals.tensor(name, shape)
-        buffer = self._buffer(name, shape, gradient.size)
-        loss_scale = self._residuals.loss_scale or 1.0
-        quantizer = self._levels.quantizer(state.levels, gradient.size, loss_scale)
-        state.remember(with_residual=self._residuals.can_undo)
-        state.statistics.before(gradient)
-        residual = state.residual
-        selected_sum, selected_count = self._kernels.quantize_pack(gradient, residual, buffer.codes, quantizer)
-        buffer.layout.write_header(buffer.payload, self._levels.header(state.levels, gradient.size, loss_scale))
-        self._levels.write_table(buffer.table, selected_sum, selected_count, residual)
-        state.statistics.after(residual, int(selected_count.sum()), float(quantizer.positive_level.mean()),
-                               buffer.payload.size)
-        if self._warns and not self._config.adaptive:
-            threshold = min(float(quantizer.positive_threshold[0]), -float(quantizer.negative_threshold[0]))
-            state.statistics.warn_of_fixed_threshold(name, threshold, residual)
-        return buffer.payload
+        chunk = layout.chunks[rank]
+        arrived, own = self._received(layout, chunk, received, ranks)
+        levels = self._levels.pairs(own, arrived.headers)
+        common = bool((levels == levels[:1]).all())
+        first = arrived.headers[0]
+        block_elements = first.block_elements
+        if common:
+            planes = 1 if (levels[0, :, 0] == -levels[0, :, 1]).all() else 2
+            bits = kernels.count_bits(ranks)
+            sums = chunk.layout.new_sums(payload.SumsHeader(bits, planes, first.element_count, first.positive_level,
+                                                            first.negative_level, block_elements))
+            self._kernels.pack_counts(arrived.codes, bits, sums.planes)
+        else:  # Adaptive levels are equal, so these are fixed, with one block.
+            sums = chunk.layout.new_sums(payload.SumsHeader(payload.FLOAT32_SUMS, 1, first.element_count))
+            values = sums.planes[0].view(np.float32)
+            self._kernels.unpack_sum(arrived.codes, np.ascontiguousarray(levels), kernels.whole_tensor(values.size),
+                                     values, 1.0)
+        following = self._levels.next(own, arrived, chunk.layout)
+        if following is not None:
+            sums.next_levels[:] = following
+        return sums.memory
 
-    def decode(self, name: str, shape: tuple[int, ...], gathered: np.ndarray, ranks: int, out: np.ndarray,
-               scale: float) -> None:
-        """Overwrite ``out`` with the scaled sum of what ``ranks`` ranks sent of a tensor; levels move on.
+    def receive_sums(self, layout: BucketLayout, gathered: np.ndarray) -> Contents:
+        """Check what an allgather of the sums of all chunks returned.
 
         Args:
-            name: the tensor's name.
-            shape: the tensor's shape.
-            gathered: uint8, the payloads of all ranks in rank order.
-            ranks: number of ranks that sent one.
-            out: float32[elements], contiguous.
-            scale: factor of the sum, for example ``1 / ranks`` for an average.
+            layout: how the bucket lies in a payload per rank.
+            gathered: uint8, the sums in rank order.
 
         Raises:
-            PayloadError: a rank sent something else than a payload of this tensor, or has other levels.
+            PayloadError: a rank sent something else than the sums of its chunk.
         """
-        layout = self._levels.layout(out.size)
-        received = payload.split(gathered, ranks, layout, name)
-        state = self._residuals.tensor(name, shape)
-        own = self._levels.header(state.levels, out.size).levels_checksum
-        for rank, header in enumerate(received.headers):
+        found = payload.split_sums(gathered, [chunk.layout for chunk in layout.chunks], layout.bucket.label)
+        levels = []
+        for chunk, sums in zip(layout.chunks, found):
+            own = self._levels_of(chunk.parts)
+            levels.append(self._levels.pairs(own, [payload.Header(0, sums.header.positive_level,
+                                                                  sums.header.negative_level)]))
+        return Contents(layout, list(found), levels, [sums.next_levels if self._config.adaptive else None
+                                                      for sums in found])
+
+    def decode(self, contents: Contents, name: str, out: np.ndarray, scale: float) -> None:
+        """Overwrite what a bucket carries of a tensor with the scaled sum over all ranks; levels move on.
+
+        Args:
+            contents: what arrived of the bucket.
+            name: the tensor's name.
+            out: float32[elements], the whole tensor's, contiguous.
+            scale: factor of the sum, for example ``1 / ranks`` for an average.
+        """
+        for number, run, part in contents.layout.places(name):
+            layout, arrived = contents.layout.chunks[number].layout, contents.chunks[number]
+            blocks, words = layout.run_blocks[run], layout.run_words[run]
+            levels = contents.levels[number]
+            if layout.block_elements:
+                levels = levels[:, blocks]
+            block_elements = layout.block_elements or kernels.whole_tensor(part.elements)
+            values = out[part.start:part.stop]
+            if isinstance(arrived, payload.Received):
+                self._kernels.unpack_sum(arrived.codes[:, 4 * words.start:4 * words.stop],
+                                         np.ascontiguousarray(levels), block_elements, values, scale)
+            elif arrived.header.form == payload.FLOAT32_SUMS:
+                sums = arrived.planes[0].view(np.float32)[kernels.ELEMENTS_PER_WORD * words.start:][:part.elements]
+                with np.errstate(over="ignore", invalid="ignore"):
+                    values[:] = sums.astype(np.float64) * scale
+            else:
+                width = kernels.counts_nbytes(1, arrived.header.form)
+                self._kernels.unpack_counts(arrived.planes[:, width * words.start:width * words.stop],
+                                            arrived.header.form, np.ascontiguousarray(levels[0]), block_elements,
+                                            values, scale)
+            self._move_on(part, contents.next_levels[number], blocks)
+
+    def _received(self, layout: BucketLayout, chunk: Chunk, received: np.ndarray,
+                  ranks: int) -> tuple[payload.Received, np.ndarray | None]:
+        """The payloads of a chunk, checked, and this rank's levels in it."""
+        arrived = payload.split(received, ranks, chunk.layout, layout.bucket.label)
+        own = self._levels.header(0, self._checksum(layout.bucket.parts)).levels_checksum
+        for rank, header in enumerate(arrived.headers):
             if header.levels_checksum != own:
                 known = self._residuals.loss_scale
                 scaled = "" if known is None else (f"; this rank's loss scale is {known:g}, and has to be the same on "
                                                    "every rank")
-                raise PayloadError(f"tensor {name!r}: the payload of rank {rank} has a levels_checksum of "
+                raise PayloadError(f"{layout.bucket.label}: the payload of rank {rank} has a levels_checksum of "
                                    f"{header.levels_checksum:#x}, this rank's levels have {own:#x}: load states of the "
                                    f"same step on every rank, or call forget_levels() on every rank{scaled}")
-        senders = self._levels.of_senders(state.levels, received)
-        block_elements = layout.block_elements or kernels.whole_tensor(out.size)
-        self._kernels.unpack_sum(received.codes, senders, block_elements, out, scale)
-        state.levels = self._levels.next(state.levels, received, out.size)
+        return arrived, self._levels_of(chunk.parts)
 
-    def discard(self, name: str) -> None:
-        """Free what is kept of a tensor, but for its residual; nothing where the name is unknown."""
-        with self._lock:
-            self._buffers.pop(name, None)
+    @property
+    def _loss_scale(self) -> float:
+        return self._residuals.loss_scale or 1.0
 
-    def _buffer(self, name: str, shape: tuple[int, ...], elements: int) -> _Buffer:
-        with self._lock:
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != shape:
-                layout = self._levels.layout(elements)
-                memory = layout.new()
-                buffer = _Buffer(shape, layout, memory, layout.codes(memory), layout.table(memory))
-                self._buffers[name] = buffer
-            return buffer
+    def _blocks(self, part: Part) -> slice:
+        """The blocks of a part among those of its tensor."""
+        block_elements = self._config.block_elements
+        first = part.start // block_elements
+        return slice(first, first + kernels.block_count(part.elements, block_elements))
 
+    def _levels_of(self, parts: tuple[Part, ...]) -> np.ndarray | None:
+        """This rank's adaptive levels of some parts, float32[blocks]; None where levels are fixed."""
+        if not self._config.adaptive:
+            return None
+        levels = [np.empty(0, np.float32)]
+        for part in parts:
+            known = self._residuals.tensor(part.name, part.shape).levels
+            assert known is not None
+            levels.append(known[self._blocks(part)])
+        return np.concatenate(levels)
 
-def _elements(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
+    def _checksum(self, parts: tuple[Part, ...]) -> int:
+        levels = self._levels_of(parts)
+        return 0 if levels is None else zlib.crc32(levels.tobytes())
+
+    def _move_on(self, part: Part, following: np.ndarray | None, blocks: slice) -> None:
+        """Take over the next levels of a part."""
+        if following is None:
+            return
+        state = self._residuals.tensor(part.name, part.shape)
+        assert state.levels is not None
+        levels = state.levels.copy()
+        levels[self._blocks(part)] = following[blocks]
+        state.levels = levels

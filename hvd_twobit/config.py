@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import math
 import numbers
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,6 +29,16 @@ DEFAULT_MIN_ELEMENTS = 1024
 DEFAULT_BLOCK_ELEMENTS = 1024
 """Consecutive elements that share an adaptive level; its table takes 8 bytes, 3 % of their codes."""
 
+DEFAULT_BUCKET_CAP_MB = 25.0
+"""MiB of float32 gradient in a bucket: large enough that a collective's latency does not count, small enough that one
+bucket travels while another is compressed."""
+
+TRANSPORTS = ("auto", "allgather", "sra")
+"""What ``transport`` may be."""
+
+TRANSPORT_VARIABLE = "HVD_TWOBIT_TRANSPORT"
+"""The environment variable that overrides ``transport``."""
+
 _BLOCK_GRANULE = 16  # Blocks are whole words of packed codes.
 
 
@@ -43,6 +54,8 @@ class TwoBitConfig:
         warmup_steps: exchanges at the beginning in which a tensor travels uncompressed; with adaptive levels, after
             the first one, which always does.
         block_elements: elements that share an adaptive level, a multiple of 16.
+        transport: one of ``TRANSPORTS``; ``"auto"``: chosen for each bucket by ``cost_model``.
+        bucket_cap_mb: MiB of float32 gradient that travel together at most.
 
     Raises:
         ConfigError: a value cannot be used; the message names the parameter, the value and what is expected.
@@ -53,6 +66,8 @@ class TwoBitConfig:
     min_elements: int = DEFAULT_MIN_ELEMENTS
     warmup_steps: int = 0
     block_elements: int = DEFAULT_BLOCK_ELEMENTS
+    transport: str = "auto"
+    bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB
 
     def __post_init__(self) -> None:
         if (self.positive_threshold is None) != (self.negative_threshold is None):
@@ -71,6 +86,10 @@ class TwoBitConfig:
         if self.block_elements % _BLOCK_GRANULE or not 0 < self.block_elements < 2**31:
             raise ConfigError(f"block_elements must be a positive multiple of {_BLOCK_GRANULE} elements below 2**31, "
                               f"not {self.block_elements}")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, not {self.transport!r}"
+                              f"{_did_you_mean(self.transport, list(TRANSPORTS))}")
+        object.__setattr__(self, "bucket_cap_mb", _size("bucket_cap_mb", self.bucket_cap_mb))
 
     @property
     def adaptive(self) -> bool:
@@ -89,7 +108,8 @@ class TwoBitConfig:
 
         ``threshold="auto"`` asks for adaptive levels and is the default; ``threshold=t`` is short for
         ``positive_threshold=t, negative_threshold=-t``. An argument that is None takes its default; where one side of
-        the pair is given, the other is MXNet's default of 0.5 or -0.5.
+        the pair is given, the other is MXNet's default of 0.5 or -0.5. Where the environment has HVD_TWOBIT_TRANSPORT,
+        that is the transport.
 
         Raises:
             ConfigError: an argument is unknown, contradicts another or has a value that cannot be used.
@@ -111,6 +131,13 @@ class TwoBitConfig:
                 raise ConfigError(f"block_elements={block_elements!r} belongs to threshold={AUTO!r}: a fixed threshold "
                                   "is the same for all elements; leave one of them out")
             given["block_elements"] = block_elements
+        from_environment = os.environ.get(TRANSPORT_VARIABLE)
+        if from_environment:
+            if from_environment not in TRANSPORTS:
+                raise ConfigError(f"the environment variable {TRANSPORT_VARIABLE} must be one of "
+                                  f"{', '.join(TRANSPORTS)}, not {from_environment!r}"
+                                  f"{_did_you_mean(from_environment, list(TRANSPORTS))}")
+            others["transport"] = from_environment
         return cls(**given, **{name: value for name, value in others.items() if value is not None})
 
     @classmethod
@@ -171,6 +198,15 @@ def _whole(name: str, unit: str, value: Any) -> int:
     return int(value)
 
 
+def _size(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ConfigError(f"{name} must be a number of MiB, not {value!r}")
+    size = float(value)
+    if not 0 < size < math.inf:
+        raise ConfigError(f"{name} must be above zero and finite, not {value!r}")
+    return size
+
+
 def _float32(name: str, value: Any) -> float:
     """``value`` rounded to float32, or ConfigError unless it is a real number that is finite and non-zero there."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -214,5 +250,6 @@ def describe(config: TwoBitConfig) -> str:
         fields = {"threshold": config.positive_threshold}
     else:
         fields = {name: getattr(config, name) for name in ("positive_threshold", "negative_threshold")}
-    fields.update(min_elements=config.min_elements, warmup_steps=config.warmup_steps)
+    fields.update(min_elements=config.min_elements, warmup_steps=config.warmup_steps, transport=config.transport,
+                  bucket_cap_mb=config.bucket_cap_mb)
     return ", ".join(f"{name}={value!r}" for name, value in fields.items())

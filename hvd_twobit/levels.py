@@ -19,12 +19,12 @@ Sources: S. Lloyd, "Least squares quantization in PCM", 1982, for the centroid; 
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Sequence
 
 import numpy as np
 
 from .config import TwoBitConfig
-from .kernels import Quantizer
+from .kernels import Quantizer, block_count
 from .payload import Header, Layout, Received
 
 DECISION = np.float32(0.6)
@@ -54,19 +54,20 @@ class FixedLevels:
     def __init__(self, positive: float, negative: float) -> None:
         self._positive, self._negative = positive, negative
 
-    def layout(self, elements: int) -> Layout:
-        """The layout of the payload of a tensor of so many elements."""
-        return Layout(elements)
+    @property
+    def block_elements(self) -> int:
+        """Elements that share a level; 0: all have the same."""
+        return 0
 
     def first(self, reduced: np.ndarray, factor: float) -> None:
         """The levels after an uncompressed exchange: none are kept, whatever the gradient was."""
 
     def quantizer(self, levels: np.ndarray | None, elements: int, loss_scale: float = 1.0) -> Quantizer:
-        """The quantizer of a tensor whose gradients are multiplied by ``loss_scale``."""
+        """The quantizer of a run of elements whose gradients are multiplied by ``loss_scale``."""
         return Quantizer.fixed(*self._scaled(loss_scale), elements)
 
-    def header(self, levels: np.ndarray | None, elements: int, loss_scale: float = 1.0) -> Header:
-        """The header that tells receivers what the codes of a tensor stand for."""
+    def header(self, elements: int, levels_checksum: int, loss_scale: float = 1.0) -> Header:
+        """The header that tells receivers what codes stand for."""
         return Header(elements, *self._scaled(loss_scale))
 
     def _scaled(self, loss_scale: float) -> tuple[float, float]:
@@ -75,11 +76,11 @@ class FixedLevels:
                               for threshold in np.array([self._positive, -self._negative]))
         return positive, -negative
 
-    def of_senders(self, levels: np.ndarray | None, received: Received) -> np.ndarray:
+    def pairs(self, levels: np.ndarray | None, headers: Sequence[Header]) -> np.ndarray:
         """What codes stand for: float32[ranks, 1, 2], positive and negative level of each rank."""
-        return np.array([[[header.positive_level, header.negative_level]] for header in received.headers], np.float32)
+        return np.array([[[header.positive_level, header.negative_level]] for header in headers], np.float32)
 
-    def next(self, levels: np.ndarray | None, received: Received, elements: int) -> None:
+    def next(self, levels: np.ndarray | None, received: Received, layout: Layout) -> None:
         """The levels of the next exchange: none are kept."""
 
     def write_table(self, table: np.ndarray, selected_sum: np.ndarray, selected_count: np.ndarray,
@@ -93,9 +94,10 @@ class AdaptiveLevels:
     def __init__(self, block_elements: int) -> None:
         self._block_elements = block_elements
 
-    def layout(self, elements: int) -> Layout:
-        """The layout of the payload of a tensor of so many elements."""
-        return Layout(elements, self._block_elements)
+    @property
+    def block_elements(self) -> int:
+        """Elements that share a level."""
+        return self._block_elements
 
     def first(self, reduced: np.ndarray, factor: float) -> np.ndarray | None:
         """The levels after an uncompressed exchange.
@@ -110,27 +112,27 @@ class AdaptiveLevels:
         sums = self._block_sums(reduced)
         if not np.isfinite(sums).all():
             return None
-        return within_limits(LEVEL_OF_MEAN * factor * sums / np.maximum(self._sizes(reduced.size), 1))
+        sizes = Layout((reduced.size,), self._block_elements).block_sizes
+        return within_limits(LEVEL_OF_MEAN * factor * sums / np.maximum(sizes, 1))
 
     def quantizer(self, levels: np.ndarray | None, elements: int, loss_scale: float = 1.0) -> Quantizer:
-        """The quantizer of a tensor: decides at ``DECISION`` of the level, which is one of scaled gradients already."""
+        """The quantizer of a run: decides at ``DECISION`` of the levels, which are of scaled gradients already."""
         assert levels is not None
         threshold = levels * DECISION
         return Quantizer(self._block_elements, threshold, -threshold, levels, -levels)
 
-    def header(self, levels: np.ndarray | None, elements: int, loss_scale: float = 1.0) -> Header:
+    def header(self, elements: int, levels_checksum: int, loss_scale: float = 1.0) -> Header:
         """The header, with the levels' checksum."""
-        assert levels is not None
-        return Header(elements, block_elements=self._block_elements, levels_checksum=zlib.crc32(levels.tobytes()))
+        return Header(elements, block_elements=self._block_elements, levels_checksum=levels_checksum)
 
-    def of_senders(self, levels: np.ndarray | None, received: Received) -> np.ndarray:
+    def pairs(self, levels: np.ndarray | None, headers: Sequence[Header]) -> np.ndarray:
         """What codes stand for: float32[ranks, blocks, 2], the same for all ranks."""
         assert levels is not None
         pairs = np.stack([levels, -levels], axis=-1)
-        return np.ascontiguousarray(np.broadcast_to(pairs, (len(received.headers), *pairs.shape)))
+        return np.broadcast_to(pairs, (len(headers), *pairs.shape))
 
-    def next(self, levels: np.ndarray | None, received: Received, elements: int) -> np.ndarray:
-        """The levels of the next exchange, from the block tables of all ranks."""
+    def next(self, levels: np.ndarray | None, received: Received, layout: Layout) -> np.ndarray:
+        """The levels of the next exchange, float32[blocks], from the block tables of all ranks."""
         assert levels is not None
         sums, counts = received.table["selected_sum"].astype(np.float64), received.table["selected_count"]
         total = counts.sum(axis=0, dtype=np.int64)
@@ -138,7 +140,7 @@ class AdaptiveLevels:
             return within_limits(_added_in_rank_order(sums) / total)
         selected = counts > 0
         silent = _added_in_rank_order(np.where(selected, 0, sums))
-        members = np.maximum(len(sums) * self._sizes(elements), 1)
+        members = np.maximum(len(sums) * layout.block_sizes, 1)
         following = np.where(silent > 0, LEVEL_OF_MEAN * silent / members, levels)
         return within_limits(np.divide(_added_in_rank_order(np.where(selected, sums, 0)), total, out=following,
                                        where=total > 0))
@@ -154,7 +156,7 @@ class AdaptiveLevels:
 
     def _block_sums(self, values: np.ndarray, blocks: np.ndarray | None = None) -> np.ndarray:
         """Sum of magnitudes, float64, of every block or of the ``blocks`` with these numbers."""
-        count = self.layout(values.size).blocks
+        count = block_count(values.size, self._block_elements)
         chosen = np.arange(count) if blocks is None else blocks
         whole = values[:values.size // self._block_elements * self._block_elements].reshape(-1, self._block_elements)
         sums = np.zeros(chosen.size)
@@ -165,11 +167,6 @@ class AdaptiveLevels:
         if chosen.size and chosen[-1] == len(whole):  # The last block is shorter.
             sums[-1] = np.abs(values[whole.size:]).sum(dtype=np.float64)
         return sums
-
-    def _sizes(self, elements: int) -> np.ndarray:
-        """Elements of each block: the last one may be shorter."""
-        starts = np.arange(self.layout(elements).blocks) * self._block_elements
-        return np.minimum(elements - starts, self._block_elements)
 
 
 def levels_of(config: TwoBitConfig) -> FixedLevels | AdaptiveLevels:

@@ -41,7 +41,7 @@ class TensorSummary:
         gradient_norm: Euclidean norm of this rank's gradient, sampled at the first compressed exchange and at
             every 100th.
         residual_norm: Euclidean norm of what was not sent, sampled after the same exchange.
-        nbytes: bytes that this rank hands over in an exchange.
+        nbytes: bytes of this rank's gradient in an exchange: of codes and block table, or uncompressed.
         ratio: bytes of a float32 gradient for each of these.
     """
 
@@ -74,6 +74,7 @@ class TensorStatistics:
         self._nonzero = 0
         self._nonzero_in_window = 0
         self._nbytes = 0
+        self._encoded_nonzero = self._encoded_nbytes = 0
         self._gradient_norm = self._residual_norm = 0.0
         self._mean_magnitude = 0.0
         self._warned = False
@@ -96,23 +97,28 @@ class TensorStatistics:
 
     def before(self, gradient: np.ndarray) -> None:
         """A gradient, float32[elements], is about to be compressed."""
+        self._encoded_nonzero = self._encoded_nbytes = 0
         if self._sampling:
             self._gradient_norm = euclidean_norm(gradient)
             self._mean_magnitude = _mean_magnitude(gradient)
 
-    def after(self, residual: np.ndarray, nonzero: int, level: float, nbytes: int) -> None:
-        """It was compressed.
+    def add(self, nonzero: int, nbytes: int) -> None:
+        """A part of it was compressed: so many codes are 11 or 10, and codes and block table take so many bytes."""
+        self._encoded_nonzero += nonzero
+        self._encoded_nbytes += nbytes
+
+    def after(self, residual: np.ndarray, level: float) -> None:
+        """All of it was compressed.
 
         Args:
             residual: float32[elements], what was not sent.
-            nonzero: number of codes 11 and 10.
             level: mean level, or the positive threshold.
-            nbytes: bytes of the payload.
         """
         if self._sampling:
             self._residual_norm = euclidean_norm(residual)
-        self._elements, self._nonzero, self._level, self._nbytes = residual.size, nonzero, level, nbytes
-        self._nonzero_in_window += nonzero
+        self._elements, self._level = residual.size, level
+        self._nonzero, self._nbytes = self._encoded_nonzero, self._encoded_nbytes
+        self._nonzero_in_window += self._nonzero
         self._exchanges += 1
 
     def warn_of_fixed_threshold(self, name: str, threshold: float, residual: np.ndarray) -> None:

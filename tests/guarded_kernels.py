@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvd_twobit import kernels
-from hvd_twobit.kernels import Quantizer, block_count, packed_nbytes, whole_tensor
+from hvd_twobit.kernels import COUNT_BITS, Quantizer, block_count, counts_nbytes, packed_nbytes, whole_tensor
 
 from .guarded import Guarded
 
@@ -38,6 +38,9 @@ def main() -> None:
             for ranks, equal in itertools.product(RANKS, (True, False)):
                 _unpack(compiled, definition, random, memory, elements, block_elements, ranks, equal, at_end)
             tried += 1 + 2 * len(RANKS)
+        for planes, bits in itertools.product((1, 2), COUNT_BITS):
+            _count(compiled, definition, random, memory, elements, planes, bits, at_end)
+            tried += 2
     print(tried, "calls stayed within their arrays")
 
 
@@ -80,6 +83,23 @@ def _unpack(compiled: Any, definition: Any, random: np.random.Generator, memory:
                              for guarded, content in zip(memory, (payloads, levels, out)))
     compiled.unpack_sum(codes(received), levels, block_elements, out, 1 / 3)
     _same([out], [wanted], (elements, block_elements, ranks, equal, at_end))
+
+
+def _count(compiled: Any, definition: Any, random: np.random.Generator, memory: Sequence[Guarded], elements: int,
+           planes: int, bits: int, at_end: bool) -> None:
+    packed = random.integers(0, 256, (2, packed_nbytes(elements)), np.uint8)
+    counts = np.zeros((planes, counts_nbytes(packed.shape[1] // 4, bits)), np.uint8)
+    levels = random.uniform(0.1, 2, (block_count(elements, 48), 2)).astype(np.float32)
+    out = np.full(elements, 7, np.float32)
+    wanted = [counts.copy(), out.copy()]
+    definition.pack_counts(packed, bits, wanted[0])
+    definition.unpack_counts(wanted[0], bits, levels, 48, wanted[1], 1 / 3)
+    placed = [guarded.place(content.reshape(-1), at_end) for guarded, content in
+              zip(memory, (packed, counts, levels, out))]
+    packed, counts, levels = (flat.reshape(content.shape) for flat, content in zip(placed, (packed, counts, levels)))
+    compiled.pack_counts(packed, bits, counts)
+    compiled.unpack_counts(counts, bits, levels, 48, placed[3], 1 / 3)
+    _same([counts, placed[3]], wanted, (elements, planes, bits, at_end))
 
 
 if __name__ == "__main__":

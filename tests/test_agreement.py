@@ -8,12 +8,16 @@ from typing import Any
 
 from hvd_twobit.agreement import NBYTES, Exchanged, Statement, difference
 from hvd_twobit.config import TwoBitConfig
+from hvd_twobit.transports import plan_buckets
 
 BIAS, WEIGHT = Exchanged("bias", 10, False, False, "bias"), Exchanged("weight", 4096, True, True, "weight")
 
 
-def statement(*tensors: Exchanged, **arguments: Any) -> Statement:
-    return Statement.of(TwoBitConfig.from_arguments(**{"threshold": 0.5, **arguments}), tensors)
+def statement(*tensors: Exchanged, ranks: int = 3, **arguments: Any) -> Statement:
+    config = TwoBitConfig.from_arguments(**{"threshold": 0.5, **arguments})
+    buckets = plan_buckets(config, [(tensor.name, (tensor.elements,)) for tensor in tensors if tensor.compressed],
+                           ranks)
+    return Statement.of(config, tensors, buckets, ranks)
 
 
 def changed(tensor: Exchanged, **values: Any) -> Exchanged:
@@ -40,8 +44,9 @@ def test_whatever_changes_a_collective_changes_the_digest() -> None:
               statement(changed(BIAS, elements=11), WEIGHT),
               statement(changed(BIAS, name="biaz"), WEIGHT), statement(WEIGHT),
               statement(BIAS, changed(WEIGHT, group="bias")), statement(BIAS, WEIGHT, threshold="auto"),
-              statement(BIAS, WEIGHT, threshold="auto", block_elements=512)]
-    assert len({other.digest for other in [BASE, *others]}) == 9
+              statement(BIAS, WEIGHT, threshold="auto", block_elements=512), statement(BIAS, WEIGHT, ranks=4),
+              statement(BIAS, WEIGHT, transport="sra"), statement(BIAS, WEIGHT, bucket_cap_mb=0.01)]
+    assert len({other.digest for other in [BASE, *others]}) == 12
 
 
 def told(*statements: Statement) -> str:
@@ -107,3 +112,30 @@ def test_another_version_is_told() -> None:
 def test_names_with_line_breaks_do_not_break_the_statement() -> None:
     odd = Exchanged("a\nb\u2028", 1, True, True, "a")
     assert "'a\\nb" in told(statement(odd), statement(changed(odd, elements=2)))
+
+
+def test_another_transport_is_told_with_both_and_how_to_mend_it() -> None:
+    assert told(BASE, statement(BIAS, WEIGHT, transport="sra")) == (
+        "transport is 'auto' on rank 0 and 'sra' on rank 1: give TwoBit the same on every rank, also in the "
+        "environment variable HVD_TWOBIT_TRANSPORT")
+
+
+def test_transports_that_are_the_same_in_effect_do_not_clash() -> None:
+    assert statement(BIAS, WEIGHT, transport="allgather").digest == BASE.digest
+
+
+def test_another_size_of_buckets_is_told() -> None:
+    assert told(BASE, BASE, statement(BIAS, WEIGHT, bucket_cap_mb=0.01)) == (
+        "bucket_cap_mb is 25.0 on rank 0 and 0.01 on rank 2: give TwoBit the same on every rank")
+
+
+def test_another_number_of_ranks_is_told() -> None:
+    assert told(BASE, statement(BIAS, WEIGHT, ranks=4)) == (
+        "rank 0 exchanges with 3 ranks in all and rank 1 with 4: give the optimizers of all ranks the same process set")
+
+
+def test_another_order_of_parameters_is_told() -> None:
+    other = changed(WEIGHT, name="other", group="other")
+    assert told(statement(WEIGHT, other), statement(other, WEIGHT)) == (
+        "tensor 'weight' of rank 0 is where rank 1 has tensor 'other' in the order of parameters: give the optimizers "
+        "of all ranks the same parameters in the same order")

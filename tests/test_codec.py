@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvd_twobit.buckets import Bucket, plan
 from hvd_twobit.codec import Codec
 from hvd_twobit.config import TwoBitConfig
 from hvd_twobit.errors import PayloadError, ResidualError
 from hvd_twobit.residuals import ResidualRegistry
 
+from .exchanges import arrived, bucket_of, decode, payload
 from .simulation import SimulatedAdaptiveTensor, SimulatedTensor, assert_same_bits, gradient, uncompressed
 
 SHAPE = (37, 61)
@@ -33,28 +35,64 @@ def codec(backend: str, positive: float = 0.5, negative: float = -0.5) -> tuple[
 
 
 @pytest.mark.parametrize("thresholds", [[(0.5, -0.5)] * 3, [(0.5, -0.25)] * 3, [(0.5, -0.5), (0.1, -0.1), (0.3, -2.0)]])
-def test_three_ranks_exchange_what_the_simulation_says(backend: str, thresholds: list[tuple[float, float]]) -> None:
-    simulated = SimulatedTensor(thresholds, ELEMENTS)
+@pytest.mark.parametrize("transport", ["allgather", "sra"])
+def test_three_ranks_exchange_what_the_simulation_says(backend: str, thresholds: list[tuple[float, float]],
+                                                       transport: str) -> None:
+    shapes = {"w": SHAPE, "tiny": (3,), "empty": (0, 2), "v": (1500,)}
+    simulated = {name: SimulatedTensor(thresholds, int(np.prod(shape))) for name, shape in shapes.items()}
     ranks = [codec(backend, *pair) for pair in thresholds]
-    out = np.empty(ELEMENTS, np.float32)
     for step in range(5):
-        gradients = [gradient(1, rank, step, "w", SHAPE) for rank in range(3)]
-        gathered = np.concatenate([ranks[rank][0].encode("w", SHAPE, gradients[rank].reshape(-1)) for rank in range(3)])
-        wanted = simulated.step(gradients, 1 / 3)
-        for rank, (one, registry) in enumerate(ranks):
-            one.decode("w", SHAPE, gathered, 3, out, 1 / 3)
-            np.testing.assert_array_equal(out.view(np.uint32), wanted.view(np.uint32))
-            np.testing.assert_array_equal(registry["w"].reshape(-1).view(np.uint32),
-                                          simulated.residuals[rank].view(np.uint32))
+        gradients = [{name: gradient(1, rank, step, name, shape) for name, shape in shapes.items()}
+                     for rank in range(3)]
+        gradients[1]["w"][3, 5] = np.nan
+        wanted = {name: tensor.step([of_rank[name] for of_rank in gradients], 1 / 3)
+                  for name, tensor in simulated.items()}
+        contents = arrived([one for one, _ in ranks], bucket_of(gradients[0]), gradients, transport)
+        for rank, ((one, registry), received) in enumerate(zip(ranks, contents)):
+            for name, tensor in simulated.items():
+                out = np.empty(wanted[name].size, np.float32)
+                one.decode(received, name, out, 1 / 3)
+                assert_same_bits(out, wanted[name], name)
+                assert_same_bits(registry[name].reshape(-1), tensor.residuals[rank], f"residual {name}")
+
+
+@pytest.mark.parametrize("transport", ["allgather", "sra"])
+def test_a_tensor_that_is_cut_into_buckets_is_the_same_as_a_whole_one(transport: str) -> None:
+    whole, cut = ([adaptive("numba", min_elements=0, block_elements=64) for _ in range(5)] for _ in range(2))
+    values = [gradient(1, rank, 0, "w", (2000,)) for rank in range(5)]
+    for one, _ in [*whole, *cut]:
+        one.observe("w", (2000,), values[0], 5, 0.2)
+    wanted, found = np.empty((2, 2000), np.float32)
+    for step in range(1, 6):
+        values = [gradient(1, rank, step, "w", (2000,)) for rank in range(5)]
+        for received, (one, _) in zip(arrived([one for one, _ in whole], bucket_of({"w": values[0]}),
+                                              [{"w": value} for value in values], "allgather"), whole):
+            one.decode(received, "w", wanted, 0.2)
+        buckets = plan([("w", (2000,))], 300, 64)
+        assert len(buckets) == 8
+        contents = [arrived([one for one, _ in cut], bucket, [{"w": value} for value in values], transport)
+                    for bucket in buckets]
+        for rank, (one, registry) in enumerate(cut):
+            for received in contents:
+                one.decode(received[rank], "w", found, 0.2)
+            assert_same_bits(found, wanted, "sum")
+            assert_same_bits(registry["w"], whole[rank][1]["w"], "residual")
+            assert_same_bits(registry.tensor("w", (2000,)).levels, whole[rank][1].tensor("w", (2000,)).levels, "levels")
+        for name in ("compressed_exchanges", "nonzero_share", "level", "residual_norm"):
+            assert len({getattr(registry.stats()["w"], name) for _, registry in (whole[0], cut[0])}) == 1
 
 
 def test_a_step_allocates_nothing_of_the_gradients_size() -> None:
     one, _ = codec("numba")
     values = gradient(1, 0, 0, "w", (1 << 20,))
     out = np.empty_like(values)
+    layout = one.layout(Bucket.of("w", values.shape), 1)
+    payloads = layout.new()
 
     def step() -> None:
-        one.decode("w", values.shape, one.encode("w", values.shape, values), 1, out, 1.0)
+        one.encode(layout, payloads, "w", values)
+        one.seal(layout, payloads)
+        one.decode(one.receive(layout, payloads, 1), "w", out, 1.0)
 
     step()
     tracemalloc.start()
@@ -64,13 +102,6 @@ def test_a_step_allocates_nothing_of_the_gradients_size() -> None:
     assert peak < values.nbytes // 64
 
 
-def test_the_payload_of_a_tensor_is_the_same_memory_at_every_step(backend: str) -> None:
-    one, _ = codec(backend)
-    values = gradient(1, 0, 0, "w", SHAPE).reshape(-1)
-    assert one.encode("w", SHAPE, values) is one.encode("w", SHAPE, values)
-    assert one.encode("w", SHAPE, values) is not one.encode("v", SHAPE, values)
-
-
 def test_small_tensors_are_not_compressed(backend: str) -> None:
     one, _ = codec(backend)
     assert one.compresses(1024) and not one.compresses(1023)
@@ -78,19 +109,19 @@ def test_small_tensors_are_not_compressed(backend: str) -> None:
 
 def test_a_changed_shape_is_an_error_before_anything_changes(backend: str) -> None:
     one, registry = codec(backend)
-    one.encode("w", SHAPE, gradient(1, 0, 0, "w", SHAPE).reshape(-1))
+    payload(one, "w", SHAPE, gradient(1, 0, 0, "w", SHAPE).reshape(-1))
     before = registry["w"].copy()
     with pytest.raises(ResidualError, match="'w' has shape"):
-        one.encode("w", (61, 37), np.ones(ELEMENTS, np.float32))
+        payload(one, "w", (61, 37), np.ones(ELEMENTS, np.float32))
     np.testing.assert_array_equal(registry["w"], before)
 
 
 def test_after_a_reset_a_name_may_have_another_shape(backend: str) -> None:
     one, registry = codec(backend)
-    one.encode("w", SHAPE, np.ones(ELEMENTS, np.float32))
+    payload(one, "w", SHAPE, np.ones(ELEMENTS, np.float32))
     registry.reset()
     out = np.empty(7, np.float32)
-    one.decode("w", (7,), one.encode("w", (7,), np.ones(7, np.float32)), 1, out, 1.0)
+    decode(one, "w", (7,), payload(one, "w", (7,), np.ones(7, np.float32)), 1, out, 1.0)
     assert (out == 0.5).all() and (registry["w"] == 0.5).all()
 
 
@@ -98,7 +129,7 @@ def test_foreign_bytes_leave_the_gradient_alone(backend: str) -> None:
     one, _ = codec(backend)
     out = np.full(ELEMENTS, 3, np.float32)
     with pytest.raises(PayloadError, match="tensor 'w': the payload of rank 0 begins with"):
-        one.decode("w", SHAPE, np.zeros(one.encode("w", SHAPE, out).size, np.uint8), 1, out, 1.0)
+        decode(one, "w", SHAPE, np.zeros(payload(one, "w", SHAPE, out).size, np.uint8), 1, out, 1.0)
     assert (out == 3).all()
 
 
@@ -107,7 +138,8 @@ def adaptive(backend: str, **arguments: Any) -> tuple[Codec, ResidualRegistry]:
     return Codec(TwoBitConfig.from_arguments(**arguments), registry, backend), registry
 
 
-def exchange(ranks: Sequence[Codec], gradients: Sequence[np.ndarray], scale: float) -> np.ndarray:
+def exchange(ranks: Sequence[Codec], gradients: Sequence[np.ndarray], scale: float,
+             transport: str = "allgather") -> np.ndarray:
     """One exchange of a tensor, compressed or not; what all ranks received."""
     shape, flat = gradients[0].shape, [gradient.reshape(-1) for gradient in gradients]
     out = np.empty(gradients[0].size, np.float32)
@@ -117,22 +149,24 @@ def exchange(ranks: Sequence[Codec], gradients: Sequence[np.ndarray], scale: flo
         for rank in ranks:
             rank.observe("w", shape, out, len(ranks), scale)
         return out
-    gathered = np.concatenate([rank.encode("w", shape, values) for rank, values in zip(ranks, flat)])
-    for rank in ranks:
-        rank.decode("w", shape, gathered, len(ranks), out, scale)
+    for rank, contents in zip(ranks, arrived(ranks, bucket_of({"w": gradients[0]}),
+                                             [{"w": values} for values in gradients], transport)):
+        rank.decode(contents, "w", out, scale)
     return out
 
 
 @pytest.mark.parametrize("elements", [0, 1, 16, 1024, 1025, 4000])
 @pytest.mark.parametrize("block_elements", [16, 1024])
-def test_adaptive_levels_are_those_of_the_simulation(elements: int, block_elements: int) -> None:
+@pytest.mark.parametrize("transport", ["allgather", "sra"])
+def test_adaptive_levels_are_those_of_the_simulation(elements: int, block_elements: int, transport: str) -> None:
     made = [adaptive(backend, min_elements=0, block_elements=block_elements, warmup_steps=1)
             for backend in ("numpy", "numba", "numba")]
     simulated = SimulatedAdaptiveTensor(3, elements, 1, block_elements)
     sizes = np.float32([1, 1, 1, 1, 2.0**20, 2.0**20, 1, 2.0**-20, 2.0**-20, 0, 0, 1])
     for step, size in enumerate(sizes):
         gradients = [gradient(1, rank, step, "w", (elements,)) * size for rank in range(3)]
-        assert_same_bits(exchange([one for one, _ in made], gradients, 1 / 3), simulated.step(gradients, 1 / 3), "sum")
+        found = exchange([one for one, _ in made], gradients, 1 / 3, transport)
+        assert_same_bits(found, simulated.step(gradients, 1 / 3), "sum")
         for rank, (_, registry) in enumerate(made):
             assert_same_bits(registry.tensor("w", (elements,)).levels, np.array(simulated.levels), f"levels, {step}")
             if step > 1:
@@ -261,8 +295,8 @@ def test_a_fixed_threshold_is_in_the_unit_of_the_gradient_before_it_is_scaled() 
     plain, _ = codec("numba", 0.5, -0.25)
     registry.follow_loss_scale(1024.0)
     out, wanted = np.empty((2, ELEMENTS), np.float32)
-    one.decode("w", SHAPE, one.encode("w", SHAPE, values * 1024), 1, out, 1.0)
-    plain.decode("w", SHAPE, plain.encode("w", SHAPE, values), 1, wanted, 1.0)
+    decode(one, "w", SHAPE, payload(one, "w", SHAPE, values * 1024), 1, out, 1.0)
+    decode(plain, "w", SHAPE, payload(plain, "w", SHAPE, values), 1, wanted, 1.0)
     assert_same_bits(out / 1024, wanted, "sum")
 
 
@@ -271,4 +305,4 @@ def test_a_fixed_threshold_stays_usable_at_any_loss_scale(loss_scale: float) -> 
     one, registry = codec("numba", 1e20, -1e-30)
     registry.follow_loss_scale(loss_scale)
     out = np.empty(ELEMENTS, np.float32)
-    one.decode("w", SHAPE, one.encode("w", SHAPE, np.ones(ELEMENTS, np.float32)), 1, out, 1.0)
+    decode(one, "w", SHAPE, payload(one, "w", SHAPE, np.ones(ELEMENTS, np.float32)), 1, out, 1.0)

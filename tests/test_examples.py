@@ -18,7 +18,7 @@ from .launcher import REPOSITORY, horovodrun
 EXAMPLES = {"PyTorch": "pytorch/pytorch_digits.py", "Keras": "tensorflow2/tensorflow2_keras_digits.py"}
 PARAMETERS = 151_306
 # Three weights are compressed; the first convolution and all biases, 522 elements, travel as float32.
-COMPRESSED = sum(Layout(elements, 1024).nbytes for elements in (18432, 131072, 1280)) + 4 * 522 + agreement.NBYTES
+COMPRESSED = sum(Layout((elements,), 1024).nbytes for elements in (18432, 131072, 1280)) + 4 * 522 + agreement.NBYTES
 
 # README's table, TwoBit. A run on another CPU adds up in another order, so six more misclassified digits of the 360 are
 # allowed.

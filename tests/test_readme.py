@@ -15,6 +15,7 @@ from hvd_twobit.codec import Codec
 from hvd_twobit.config import TwoBitConfig
 from hvd_twobit.residuals import ResidualRegistry
 
+from .exchanges import payload
 from .launcher import REPOSITORY
 
 
@@ -29,7 +30,7 @@ def block_with(text: str) -> str:
 def registry(monkeypatch: pytest.MonkeyPatch) -> ResidualRegistry:
     """What ``residuals_of`` returns in these tests; one tensor was compressed once."""
     made = ResidualRegistry()
-    Codec(TwoBitConfig(0.5, -0.5), made).encode("layer.weight", (64, 64), np.ones(4096, np.float32))
+    payload(Codec(TwoBitConfig(0.5, -0.5), made), "layer.weight", (64, 64), np.ones(4096, np.float32))
     monkeypatch.setattr(hvd_twobit.torch, "residuals_of", lambda optimizer: made)
     return made
 

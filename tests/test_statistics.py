@@ -12,6 +12,8 @@ from hvd_twobit.config import TwoBitConfig
 from hvd_twobit.residuals import ResidualRegistry
 from hvd_twobit.statistics import TensorSummary, euclidean_norm
 
+from .exchanges import decode, payload
+
 ELEMENTS = 4096
 SHAPE = (64, 64)
 
@@ -24,7 +26,7 @@ def exchange(steps: int, gradients: np.ndarray, **arguments: float) -> ResidualR
     for step in range(steps):
         values = gradients[step % len(gradients)]
         if one.ready("layer.weight", SHAPE):
-            one.decode("layer.weight", SHAPE, one.encode("layer.weight", SHAPE, values), 1, out, 1.0)
+            decode(one, "layer.weight", SHAPE, payload(one, "layer.weight", SHAPE, values), 1, out, 1.0)
         else:
             one.observe("layer.weight", SHAPE, values, 1, 1.0)
     return registry
@@ -62,7 +64,7 @@ def test_one_exchange_is_told_exactly() -> None:
     gradient = np.zeros(ELEMENTS, np.float32)
     gradient[:512] = [0.75, -0.75] * 256
     registry = exchange(1, gradient[None], threshold=0.5)
-    nbytes = 32 + ELEMENTS // 4
+    nbytes = ELEMENTS // 4
     assert registry.stats() == {"layer.weight": TensorSummary(
         1, 0.5, 512 / ELEMENTS, euclidean_norm(gradient), euclidean_norm(gradient / 3), nbytes, 4 * ELEMENTS / nbytes)}
     assert registry.stats()["layer.weight"].residual_ratio == pytest.approx(1 / 3)
@@ -70,7 +72,7 @@ def test_one_exchange_is_told_exactly() -> None:
 
 def test_adaptive_levels_are_told_as_their_mean_with_the_bytes_of_their_table() -> None:
     summary = exchange(2, noise(1)).stats()["layer.weight"]
-    assert summary.compressed_exchanges == 1 and summary.nbytes == 32 + 4 * 8 + ELEMENTS // 4
+    assert summary.compressed_exchanges == 1 and summary.nbytes == 4 * 8 + ELEMENTS // 4
     assert summary.level == pytest.approx(2 * np.abs(noise(1)[0]).mean(), rel=1e-5)
     assert 0.2 < summary.nonzero_share < 0.6
 
@@ -112,5 +114,5 @@ def test_levels_that_fit_are_not_warned_of(threshold: float, size: float, caplog
 def test_the_ranks_that_shall_not_warn_do_not(caplog: pytest.LogCaptureFixture) -> None:
     one = Codec(TwoBitConfig.from_arguments(0.5), ResidualRegistry(), warns=False)
     for values in [*noise(1e-5)] * 3:
-        one.encode("w", SHAPE, values)
+        payload(one, "w", SHAPE, values)
     assert not caplog.messages

@@ -45,6 +45,15 @@ MESSAGES = {
                        r"rank 0 and not by rank 1: warmup_steps is 0 on rank 0 and 1 on rank 1",
     "levels_of_another_step": r"PayloadError: tensor 'levels_of_another_step\.weight': the payload of rank \d has a "
                               r"levels_checksum of 0x\w+, this rank's levels have 0x\w+",
+    "another_transport_on_one_rank": r"DisagreementError: .* transport is 'allgather' on rank 0 and 'sra' on rank 1: "
+                                     r"give TwoBit the same on every rank",
+    "larger_buckets_on_one_rank": r"DisagreementError: .* bucket_cap_mb is 0\.005 on rank 0 and 25\.0 on rank 1: give",
+    "another_order_of_parameters": r"DisagreementError: .* tensor 'another_order\.b' of rank 0 is where rank 1 has "
+                                   r"tensor 'another_order\.a' in the order of parameters",
+    "another_number_of_ranks": r"DisagreementError: .* rank 0 exchanges with 2 ranks in all and rank 1 with 3: give",
+    "unknown_transport": r"ConfigError: transport must be one of 'auto', 'allgather', 'sra', .*not 'ring'",
+    "unknown_transport_in_the_environment": r"ConfigError: the environment variable HVD_TWOBIT_TRANSPORT must be one "
+                                            r"of auto, allgather, sra.*, not 'all-gather' \(did you mean allgather\?\)",
     "other_groups_on_one_rank": r"DisagreementError: .* tensor 'other_groups\.b' is exchanged in the group of "
                                 r"'other_groups\.b' on rank 0 and in that of 'other_groups\.a' on rank 1",
     "frozen_on_one_rank": r"DisagreementError: .* tensor 'frozen\.b' is exchanged by rank 0 and not by rank 1",

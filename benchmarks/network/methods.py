@@ -1,4 +1,4 @@
-"""The ways to exchange gradients that are compared; a new one is a line in ``METHODS`` and a formula in ``cost``."""
+"""The ways to exchange gradients that are compared; a new one is a line in ``METHODS``."""
 
 from __future__ import annotations
 
@@ -42,14 +42,7 @@ class Method:
         return TwoBit(**self._arguments())
 
     def _arguments(self) -> dict[str, Any]:
-        if self.transport is None or (self.transport == "allgather" and not _has_transports()):
-            return {}
-        return {"transport": self.transport}
-
-
-def _has_transports() -> bool:
-    """Whether TwoBit can be told its transport; before that, it was the allgather."""
-    return any(field.name == "transport" for field in dataclasses.fields(TwoBitConfig))
+        return {} if self.transport is None else {"transport": self.transport}
 
 
 BASELINES = ("none", "fp16")

@@ -28,11 +28,26 @@ from . import (
     SUM_CHUNK_ELEMENTS,
     Quantizer,
     block_count,
+    check_pack_counts_arguments,
     check_quantize_arguments,
     check_unpack_arguments,
+    check_unpack_counts_arguments,
     vectors,
 )
-from .vectors import SHIFTS, add_word, enter_ieee, leave_ieee, quantize_word, store_word
+from .vectors import (
+    SHIFTS,
+    add_word,
+    enter_ieee,
+    leave_ieee,
+    load_counts_4,
+    load_counts_8,
+    load_counts_16,
+    quantize_word,
+    store_counts_4,
+    store_counts_8,
+    store_counts_16,
+    store_word,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -82,6 +97,41 @@ def unpack_sum(packed: np.ndarray, levels: np.ndarray, block_elements: int, out:
     check_unpack_arguments(packed, levels, block_elements, out)
     scratch = np.empty(SUM_CHUNK_ELEMENTS + ELEMENTS_PER_WORD, np.float32)
     _unpack_blocks(packed, levels, block_elements, out, scale, scratch)
+
+
+def pack_counts(packed: np.ndarray, bits: int, counts: np.ndarray) -> None:
+    """Count the codes that k ranks sent for each element; see ``reference.pack_counts``.
+
+    Args:
+        packed: uint8[k, 4 * words]; rows may lie apart.
+        bits: 4, 8 or 16.
+        counts: uint8[1 or 2, 2 * bits * words], overwritten; rows may lie apart.
+
+    Raises:
+        ValueError: the arrays do not fit each other, or the bits are too few for k ranks.
+    """
+    check_pack_counts_arguments(packed, bits, counts)
+    _count_codes(packed, bits, counts, np.empty(SUM_CHUNK_ELEMENTS, np.float32))
+
+
+def unpack_counts(counts: np.ndarray, bits: int, levels: np.ndarray, block_elements: int, out: np.ndarray,
+                  scale: float = 1.0) -> None:
+    """Overwrite ``out`` with what counts stand for; see ``reference.unpack_counts``.
+
+    Args:
+        counts: uint8[1 or 2, 2 * bits * ceil(n / 16)]; rows may lie apart.
+        bits: bits of a count.
+        levels: float32[blocks, 2], the positive and the negative level of all ranks.
+        block_elements: elements of a block, a multiple of 16.
+        out: float32[n], overwritten.
+        scale: as for ``unpack_sum``.
+
+    Raises:
+        ValueError: the arrays do not fit each other.
+    """
+    check_unpack_counts_arguments(counts, bits, levels, block_elements, out)
+    scratch = np.empty(SUM_CHUNK_ELEMENTS + ELEMENTS_PER_WORD, np.float32)
+    _weigh_counts(counts, bits, levels, block_elements, out, scale, scratch)
 
 
 def _compiled(signature) -> Callable[[Callable], Callable]:
@@ -278,6 +328,91 @@ def _unpack_blocks(packed, levels, block_elements, out, scale, scratch):
             _sum_words(packed, start // ELEMENTS_PER_WORD, levels, block, equal, scale, out[start:whole_stop], scratch)
             if whole_stop < stop:
                 _sum_words(packed, stop // ELEMENTS_PER_WORD, levels, block, equal, scale, last_word, scratch)
+                for i in range(stop - whole_stop):
+                    out[whole_stop + i] = last_word[i]
+    leave_ieee(environment)
+
+
+@njit
+def _store_counts(values, counts, plane, word, bits):
+    """Write ``values``, whole words of counts as float32, as integers from ``word`` of a plane on."""
+    for i in range(values.size // ELEMENTS_PER_WORD):
+        byte = 2 * bits * (word + i)
+        if bits == 4:
+            store_counts_4(values, ELEMENTS_PER_WORD * i, counts, plane, byte)
+        elif bits == 8:
+            store_counts_8(values, ELEMENTS_PER_WORD * i, counts, plane, byte)
+        else:
+            store_counts_16(values, ELEMENTS_PER_WORD * i, counts, plane, byte)
+
+
+@njit
+def _load_counts(counts, plane, word, bits, out):
+    """Overwrite ``out``, whole words, with the counts from ``word`` of a plane on, as float32."""
+    for i in range(out.size // ELEMENTS_PER_WORD):
+        byte = 2 * bits * (word + i)
+        if bits == 4:
+            load_counts_4(counts, plane, byte, out, ELEMENTS_PER_WORD * i)
+        elif bits == 8:
+            load_counts_8(counts, plane, byte, out, ELEMENTS_PER_WORD * i)
+        else:
+            load_counts_16(counts, plane, byte, out, ELEMENTS_PER_WORD * i)
+
+
+@_compiled(types.void(_array(types.uint8, 2, "A", readonly=True), types.int64, _array(types.uint8, 2, "A"),
+                      _array(types.float32, 1)))
+def _count_codes(packed, bits, counts, scratch):
+    """Count by chunks that stay in the first-level cache while ranks are added; ``scratch`` is as long as a chunk."""
+    words = packed.shape[1] // 4
+    for start in range(0, words, SUM_CHUNK_ELEMENTS // ELEMENTS_PER_WORD):
+        stop = min(start + SUM_CHUNK_ELEMENTS // ELEMENTS_PER_WORD, words)
+        values = scratch[:ELEMENTS_PER_WORD * (stop - start)]
+        for plane in range(counts.shape[0]):
+            if packed.shape[0] == 0:
+                values[:] = _ZERO
+            elif counts.shape[0] == 1:
+                _add_ranks(packed, start, (_ZERO, -_ONE, _ONE), values)
+            elif plane == 0:
+                _add_ranks(packed, start, (_ZERO, _ZERO, _ONE), values)
+            else:
+                _add_ranks(packed, start, (_ZERO, _ONE, _ZERO), values)
+            _store_counts(values, counts, plane, start, bits)
+
+
+@njit
+def _weigh_words(counts, word, bits, positive, negative, scale, out, negatives):
+    """Overwrite ``out``, whole words of one block, with what counts from ``word`` on stand for.
+
+    ``negatives`` is scratch, as long as ``out`` at least.
+    """
+    _load_counts(counts, 0, word, bits, out)
+    if counts.shape[0] == 1:
+        for i in range(out.size):
+            out[i] = _scaled(out[i] * positive, scale)
+        return
+    negatives = negatives[:out.size]
+    _load_counts(counts, 1, word, bits, negatives)
+    for i in range(out.size):
+        out[i] = _scaled(_weigh(out[i], negatives[i], positive, negative), scale)
+
+
+@_compiled(types.void(_array(types.uint8, 2, "A", readonly=True), types.int64, _array(types.float32, 2, readonly=True),
+                      types.int64, _array(types.float32, 1), types.float64, _array(types.float32, 1)))
+def _weigh_counts(counts, bits, levels, block_elements, out, scale, scratch):
+    """Weigh block by block and chunk by chunk; ``scratch`` as for ``_unpack_blocks``."""
+    last_word = scratch[SUM_CHUNK_ELEMENTS:]
+    environment = enter_ieee()
+    for block in range(levels.shape[0]):
+        positive, negative = levels[block, 0], levels[block, 1]
+        block_start = block * block_elements
+        block_stop = min(block_start + block_elements, out.size)
+        for start in range(block_start, block_stop, SUM_CHUNK_ELEMENTS):
+            stop = min(start + SUM_CHUNK_ELEMENTS, block_stop)
+            whole_stop = stop - stop % ELEMENTS_PER_WORD
+            _weigh_words(counts, start // ELEMENTS_PER_WORD, bits, positive, negative, scale, out[start:whole_stop],
+                         scratch)
+            if whole_stop < stop:
+                _weigh_words(counts, stop // ELEMENTS_PER_WORD, bits, positive, negative, scale, last_word, scratch)
                 for i in range(stop - whole_stop):
                     out[whole_stop + i] = last_word[i]
     leave_ieee(environment)

@@ -19,8 +19,10 @@ from . import (
     SUM_CHUNK_ELEMENTS,
     Quantizer,
     block_count,
+    check_pack_counts_arguments,
     check_quantize_arguments,
     check_unpack_arguments,
+    check_unpack_counts_arguments,
 )
 
 
@@ -103,6 +105,61 @@ def unpack_sum(packed: np.ndarray, levels: np.ndarray, block_elements: int, out:
         if scale != 1.0:
             out[:] = (out.astype(np.float64) * scale).astype(np.float32)
     out[np.any(codes == CODE_NOT_FINITE, axis=0)] = np.nan
+
+
+def pack_counts(packed: np.ndarray, bits: int, counts: np.ndarray) -> None:
+    """Count the codes that k ranks sent for each element.
+
+    Args:
+        packed: uint8[k, 4 * words]; rows may lie apart.
+        bits: 4, 8 or 16: a count is a signed integer, little-endian, of two elements of 4 bits the first in the low
+            half of a byte. Its lowest value stands for NaN: a rank sent code 01.
+        counts: uint8[1, 2 * bits * words], overwritten with how many sent 11 less how many sent 10; or uint8[2, ..]:
+            how many sent 11, and how many sent 10. Rows may lie apart.
+    """
+    check_pack_counts_arguments(packed, bits, counts)
+    codes = _unpack(packed)
+    positives = np.count_nonzero(codes == CODE_POSITIVE, axis=0)
+    negatives = np.count_nonzero(codes == CODE_NEGATIVE, axis=0)
+    for plane, values in enumerate([positives - negatives] if len(counts) == 1 else [positives, negatives]):
+        values[np.any(codes == CODE_NOT_FINITE, axis=0)] = -(1 << (bits - 1))
+        if bits == 4:
+            counts[plane] = values[0::2] & 15 | (values[1::2] & 15) << 4
+        else:
+            counts[plane] = values.astype(f"<i{bits // 8}").view(np.uint8)
+
+
+def unpack_counts(counts: np.ndarray, bits: int, levels: np.ndarray, block_elements: int, out: np.ndarray,
+                  scale: float = 1.0) -> None:
+    """Overwrite ``out`` with what counts stand for: bit for bit what ``unpack_sum`` makes of the ranks' codes.
+
+    Args:
+        counts: uint8[1 or 2, 2 * bits * ceil(n / 16)], see ``pack_counts``.
+        bits: bits of a count.
+        levels: float32[blocks, 2], the positive and the negative level of all ranks. One plane of counts tells enough
+            where they are each other's negative.
+        block_elements: elements of a block, a multiple of 16.
+        out: float32[n], overwritten.
+        scale: as for ``unpack_sum``.
+    """
+    check_unpack_counts_arguments(counts, bits, levels, block_elements, out)
+    if bits == 4:
+        nibbles = np.stack([counts & 15, counts >> 4], axis=-1).reshape(len(counts), -1).astype(np.int8)
+        values = (nibbles ^ 8) - 8
+    else:
+        values = np.ascontiguousarray(counts).view(f"<i{bits // 8}")
+    values = values[:, :out.size]
+    block_of = np.arange(out.size) // block_elements
+    positive, negative = levels[block_of, 0], levels[block_of, 1]
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[:] = values[0].astype(np.float32) * positive
+        if len(values) == 2:
+            apart = positive != -negative
+            together = (values[0].astype(np.float32) - values[1].astype(np.float32)) * positive
+            out[:] = np.where(apart, out + values[1].astype(np.float32) * negative, together)
+        if scale != 1.0:
+            out[:] = (out.astype(np.float64) * scale).astype(np.float32)
+    out[np.any(values == -(1 << (bits - 1)), axis=0)] = np.nan
 
 
 def _pack(codes: np.ndarray) -> np.ndarray:

@@ -157,6 +157,83 @@ def add_word(typing_context, packed, rank, word, values, out, start):
     return types.void(packed, rank, word, values, out, start), generate
 
 
+# ---- counts of codes ------------------------------------------------------------------------------------------------
+
+def _count_type(bits: int) -> ir.VectorType:
+    """Sixteen counts as they are converted: those of 4 bits are bytes before they are put together."""
+    return ir.VectorType(ir.IntType(max(bits, 8)), ELEMENTS_PER_WORD)
+
+
+def _row_address(context, builder: ir.IRBuilder, array_type: types.Array, array: ir.Value, row: ir.Value,
+                 byte: ir.Value) -> ir.Value:
+    """Pointer to a byte of a row of a two-dimensional array of bytes."""
+    rows = cgutils.create_struct_proxy(array_type)(context, builder, value=array)
+    offset = builder.add(builder.mul(row, builder.extract_value(rows.strides, 0)), byte)
+    return builder.gep(builder.bitcast(rows.data, _I8.as_pointer()), [offset])
+
+
+def _store_counts(bits: int) -> Any:
+    lowest = -(1 << (bits - 1))
+
+    @intrinsic
+    def store_counts(typing_context, values, start, counts, plane, byte):
+        """``counts[plane, byte:byte + 2 * bits] = values[start:start + 16]``; NaN becomes the lowest integer."""
+        def generate(context, builder, signature, arguments):
+            at = _row_address(context, builder, signature.args[2], *arguments[2:])
+            floats = _load_floats(builder, _address(context, builder, signature.args[0], arguments[0],
+                                                    builder.shl(arguments[1], _I64(2))))
+            is_nan = builder.fcmp_unordered("uno", floats, floats)
+            integers = builder.fptosi(builder.select(is_nan, _splat(builder, _F32(lowest)), floats), _WORDS)
+            narrow = builder.trunc(integers, _count_type(bits))
+            if bits == 4:
+                half = ELEMENTS_PER_WORD // 2
+                indices = ir.VectorType(_I32, half)
+                undefined = ir.Constant(narrow.type, ir.Undefined)
+                even = builder.shuffle_vector(narrow, undefined, indices([2 * i for i in range(half)]))
+                odd = builder.shuffle_vector(narrow, undefined, indices([2 * i + 1 for i in range(half)]))
+                narrow = builder.or_(builder.and_(even, even.type([15] * half)), builder.shl(odd, odd.type([4] * half)))
+            builder.store(narrow, builder.bitcast(at, narrow.type.as_pointer()), align=1)
+            return context.get_dummy_value()
+
+        return types.void(values, start, counts, plane, byte), generate
+
+    return store_counts
+
+
+def _load_counts(bits: int) -> Any:
+    lowest = -(1 << (bits - 1))
+
+    @intrinsic
+    def load_counts(typing_context, counts, plane, byte, out, start):
+        """``out[start:start + 16] = counts[plane, byte:byte + 2 * bits]``, integers as float32; the lowest as NaN."""
+        def generate(context, builder, signature, arguments):
+            at = _row_address(context, builder, signature.args[0], *arguments[:3])
+            out_at = _address(context, builder, signature.args[3], arguments[3], builder.shl(arguments[4], _I64(2)))
+            _prefetch(builder, out_at, for_writing=True)
+            if bits == 4:
+                half = ELEMENTS_PER_WORD // 2
+                both = builder.load(builder.bitcast(at, ir.VectorType(_I8, half).as_pointer()), align=1)
+                low = builder.ashr(builder.shl(both, both.type([4] * half)), both.type([4] * half))
+                high = builder.ashr(both, both.type([4] * half))
+                interleaved = [lane for i in range(half) for lane in (i, half + i)]
+                narrow = builder.shuffle_vector(low, high, _WORDS(interleaved))
+            else:
+                narrow = builder.load(builder.bitcast(at, _count_type(bits).as_pointer()), align=1)
+            integers = builder.sext(narrow, _WORDS)
+            is_nan = builder.icmp_signed("==", integers, _WORDS([lowest] * ELEMENTS_PER_WORD))
+            floats = builder.select(is_nan, _splat(builder, _F32(float("nan"))), builder.sitofp(integers, _FLOATS))
+            _store_floats(builder, floats, out_at)
+            return context.get_dummy_value()
+
+        return types.void(counts, plane, byte, out, start), generate
+
+    return load_counts
+
+
+store_counts_4, store_counts_8, store_counts_16 = _store_counts(4), _store_counts(8), _store_counts(16)
+load_counts_4, load_counts_8, load_counts_16 = _load_counts(4), _load_counts(8), _load_counts(16)
+
+
 # ---- the floating-point environment --------------------------------------------------------------------------------
 
 def _move_mxcsr(builder: ir.IRBuilder, direction: str, slot: ir.Value) -> None:

@@ -74,7 +74,7 @@ class TwoBit(TwoBitParameters, Compressor):
         return made
 
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Pending | None) -> torch.Tensor:
+    def decompress(tensor: torch.Tensor | None, ctx: Pending | None) -> torch.Tensor | None:
         """Horovod's second half of an exchange: the gradient for what a collective returned.
 
         Args:

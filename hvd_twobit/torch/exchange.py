@@ -1,8 +1,9 @@
 """One optimizer's exchange of gradients: PyTorch tensors in, Horovod's public collectives, PyTorch tensors out.
 
-``start`` begins the collective of one gradient and returns Horovod's handle with a ``Pending``, whose ``finish`` turns
-the collective's result into the reduced gradient, in the gradient's own memory. Which tensors are compressed, how, and
-what bytes mean is the core's business (``codec``); what Horovod's optimizer expects is ``hook``'s.
+``start`` begins the exchange of one gradient and returns a handle, as Horovod has them, with a ``Pending``, whose
+``finish`` puts the reduced gradient into the gradient's own memory. Compressed gradients travel in buckets (see
+``transfer``), others in Horovod's allreduce. Which tensors are compressed, how, and what bytes mean is the core's
+business (``codec``, ``transports``); what Horovod's optimizer expects is ``hook``'s.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from horovod.common.exceptions import HorovodInternalError
 from ..agreement import Exchanged, Statement, disagreement
 from ..codec import Codec
 from ..config import TwoBitConfig
-from ..errors import DisagreementError
 from ..reduction import Reduction, refuse_dtype
 from ..residuals import ResidualRegistry
+from ..transports import plan_buckets
 from .loss_scale import LossScale
+from .transfer import PayloadTransfer, Transfer, overlap_explained
 
 Handle = Union[int, Callable[[], Any]]
 
@@ -59,18 +61,22 @@ class Exchange:
         self._process_set = process_set
         self._groups: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         self._sparse: set[str] = set()
-        self._statement = Statement.of(config, ())
-        self._decided: tuple[list[bool], int] | None = None
+        self._order: list[str] = []
+        self._statement = Statement.of(config, (), (), 0)
+        self._decided: tuple[list[bool], int, int] | None = None
         self._compressed: dict[str, bool] = {}
+        self._transfers: list[Transfer] = []
+        self._transfers_of: dict[str, list[Transfer]] = {}
         self._agreement: int | None = None
         self._in_flight: dict[str, Handle] = {}
 
     def declare(self, tensors: Sequence[tuple[str, torch.Tensor, str]]) -> None:
-        """Tell name, shape and group of all tensors that will be exchanged; the same on every rank.
+        """Tell name, shape and group of all tensors that will be exchanged, in the order in which gradients come.
 
-        A group is named after its first tensor.
+        The same on every rank. A group is named after its first tensor.
         """
         for name, tensor, group in tensors:
+            self._order.append(name)
             if self._codec.compresses(tensor.numel()):
                 self.residuals.declare(name, tuple(tensor.shape))
             self._groups.setdefault(group, []).append((name, tuple(tensor.shape)))
@@ -78,7 +84,10 @@ class Exchange:
     def exclude(self, name: str) -> None:
         """Tell that a tensor has sparse gradients, which are not exchanged here; counts from the next step on."""
         self._begin_step()  # Ranks meet this tensor at different places of a step, and must plan it alike.
-        self._sparse.add(name)
+        if name not in self._sparse:
+            self._sparse.add(name)
+            for transfer in self._transfers_of.get(name, ()):
+                transfer.skip(name)
 
     def start(self, name: str, gradient: torch.Tensor) -> tuple[Handle, Pending]:
         """Begin the exchange of one dense gradient.
@@ -92,62 +101,65 @@ class Exchange:
     def start_group(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[Handle, Pending]]:
         """Begin the exchange of several dense gradients that Horovod shall process together.
 
-        Compressed gradients of the group share an allgather, the others an allreduce per dtype, each named after
-        the first of its tensors.
+        Compressed gradients go into their buckets, which leave when they are full. The others share an allreduce per
+        dtype, named after the first of its tensors.
         """
         self._begin_step()
         pendings = [self._prepare(name, gradient) for name, gradient in gradients]
         started: dict[str, Handle] = {}
-        for members in _alike(pendings):
+        for members in _alike([pending for pending in pendings if not pending.compressed]):
             names = [pending.name for pending in members]
-            with _overlap_explained(names):
-                started.update(zip(names, self._send(members)))
+            with overlap_explained(names):
+                started.update(zip(names, self._allreduce(members)))
         self._in_flight.update(started)
-        return [(started[pending.name], pending) for pending in pendings]
+        return [(started.get(pending.name, _nothing), pending) for pending in pendings]
 
     def _prepare(self, name: str, gradient: torch.Tensor) -> Pending:
         if not gradient.dtype.is_floating_point:
             refuse_dtype(name, gradient.dtype)
-        _drain(self._in_flight.pop(name, None))
         if self._compressed[name]:
-            payload = self._codec.encode(name, tuple(gradient.shape), _as_flat_float32(gradient).numpy())
-            return Pending(self, name, gradient, torch.from_numpy(payload), compressed=True)
+            self.residuals.tensor(name, tuple(gradient.shape))  # Or another shape would be taken for the known one.
+            flat = _as_flat_float32(gradient).numpy()
+            for transfer in self._transfers_of[name]:
+                transfer.add(name, flat)
+                for other in self._transfers:
+                    other.advance()
+            return Pending(self, name, gradient)
+        _drain(self._in_flight.pop(name, None))
         wire = gradient.detach()
         if wire.dtype not in _HOROVOD_DTYPES:
             wire = wire.float()
-        return Pending(self, name, gradient, wire.contiguous(), compressed=False)
+        return Pending(self, name, gradient, wire.contiguous())
 
-    def _send(self, members: Sequence[Pending]) -> list[Handle]:
-        """Begin the collective of members that travel alike; one handle each."""
-        name = f"twobit.{members[0].name}"
+    def _allreduce(self, members: Sequence[Pending]) -> list[Handle]:
+        """Begin the allreduce of members that travel alike, uncompressed; one handle each."""
         tensors = [pending.wire for pending in members]
-        alone = len(members) == 1
-        if members[0].compressed:
-            if alone:
-                return [hvd.allgather_async(tensors[0], name=name, process_set=self._process_set)]
-            handle = hvd.grouped_allgather_async(tensors, name=name, process_set=self._process_set)
-        else:
-            scaling = dict(op=self._reduction.op, prescale_factor=self._reduction.prescale,
-                           postscale_factor=self._reduction.postscale, process_set=self._process_set)
-            if alone:
-                return [hvd.allreduce_async_(tensors[0], name=name, **scaling)]
-            handle = hvd.grouped_allreduce_async_(tensors, name=name, **scaling)
-        group = _Group(handle)
+        options = dict(name=f"twobit.{members[0].name}", op=self._reduction.op,
+                       prescale_factor=self._reduction.prescale, postscale_factor=self._reduction.postscale,
+                       process_set=self._process_set)
+        if len(members) == 1:
+            return [hvd.allreduce_async_(tensors[0], **options)]
+        group = _Group(hvd.grouped_allreduce_async_(tensors, **options))
         return [_Member(group, index) for index in range(len(members))]
 
-    def _finish(self, pending: Pending, received: torch.Tensor) -> torch.Tensor:
-        self._in_flight.pop(pending.name, None)
-        gradient, shape = pending.gradient, tuple(pending.gradient.shape)
+    def _finish(self, pending: Pending, received: torch.Tensor | None) -> torch.Tensor:
+        gradient = pending.gradient
         # Read anew at every step: an elastic job changes the number of ranks.
         ranks = self._process_set.size()
         scale = self._reduction.scale(ranks)
         if not pending.compressed:
+            assert received is not None
+            self._in_flight.pop(pending.name, None)
             if self._codec.compresses(gradient.numel()):
-                self._codec.observe(pending.name, shape, _as_flat_float32(received).numpy(), ranks, scale)
+                self._codec.observe(pending.name, tuple(gradient.shape), _as_flat_float32(received).numpy(), ranks,
+                                    scale)
             return gradient if received.data_ptr() == gradient.data_ptr() else _write(gradient, received)
+        for transfer in self._transfers:
+            transfer.sum()  # Or the sums of a bucket could begin to travel only when the one before is decoded.
         flat = _flat_float32(gradient)
         out = _scratch_float32(gradient.numel()) if flat is None else flat
-        self._codec.decode(pending.name, shape, received.numpy(), ranks, out.numpy(), scale)
+        for transfer in self._transfers_of[pending.name]:
+            transfer.decode(pending.name, out.numpy(), scale)
         return gradient if flat is not None else _write(gradient, out.view(gradient.shape))
 
     @contextlib.contextmanager
@@ -171,13 +183,28 @@ class Exchange:
         self.residuals.begin_step()
         self.loss_scale.follow()
         ready = [self._is_ready(members) for members in self._groups.values()]
-        decided = (ready, len(self._sparse))
+        decided = (ready, len(self._sparse), self._process_set.size())
         if decided != self._decided:
-            tensors = [tensor for (group, members), yes in zip(self._groups.items(), ready)
-                       for tensor in self._planned(group, members, yes)]
-            self._decided, self._statement = decided, Statement.of(self._config, tensors)
-            self._compressed = {tensor.name: tensor.compressed for tensor in tensors}
+            self._plan(ready, decided[-1])
+            self._decided = decided
         self._agreement = self._allgather(np.frombuffer(self._statement.digest, np.uint8).copy(), "")
+
+    def _plan(self, ready: Sequence[bool], ranks: int) -> None:
+        """Decide how tensors travel from this step on."""
+        tensors = [tensor for (group, members), yes in zip(self._groups.items(), ready)
+                   for tensor in self._planned(group, members, yes)]
+        self._compressed = {tensor.name: tensor.compressed for tensor in tensors}
+        shapes = {name: shape for members in self._groups.values() for name, shape in members}
+        buckets = plan_buckets(self._config, [(name, shapes[name]) for name in self._order if self._compressed[name]],
+                               ranks)
+        self._statement = Statement.of(self._config, tensors, buckets, ranks)
+        for transfer in self._transfers:
+            transfer.abandon()
+        self._transfers = [PayloadTransfer(self._codec, planned, self._process_set) for planned in buckets]
+        self._transfers_of = {}
+        for transfer, planned in zip(self._transfers, buckets):
+            for name in {part.name for part in planned.bucket.parts}:
+                self._transfers_of.setdefault(name, []).append(transfer)
 
     def _is_ready(self, members: Sequence[tuple[str, tuple[int, ...]]]) -> bool:
         """Whether all tensors of a group are ready to be compressed that will be."""
@@ -201,12 +228,21 @@ class Exchange:
 
     def _allgather(self, content: np.ndarray, suffix: str) -> int:
         first = self._statement.tensors[0].name if self._statement.tensors else ""
-        with _overlap_explained([first]):
+        with overlap_explained([first]):
             return hvd.allgather_async(torch.from_numpy(content), name=f"twobit.agreement{suffix}.{first}",
                                        process_set=self._process_set)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a gradient is in one of Horovod's collectives."""
+        return bool(self._in_flight) or any(transfer.is_under_way for transfer in self._transfers)
+
     def abandon(self) -> None:
         """Wait for what is in flight and drop it: the optimizer's step was broken off."""
+        for transfer in self._transfers:
+            transfer.sum()
+        for transfer in self._transfers:
+            transfer.abandon()
         for handle in [*self._in_flight.values(), self._agreement]:
             _drain(handle)
         self._in_flight.clear()
@@ -215,25 +251,33 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pending:
-    """A gradient whose exchange has begun: what Horovod hands back with the result of the collective.
+    """A gradient whose exchange has begun: what Horovod hands back with the result of the handle.
 
     Attributes:
         exchange: the exchange that began it.
         name: name of the parameter.
         gradient: the gradient tensor, which the reduced gradient overwrites.
-        wire: what was handed to Horovod; kept, because Horovod reads it until the collective has ended.
-        compressed: whether ``wire`` is a payload or the gradient itself.
+        wire: the gradient as it was handed to Horovod, which reads it until the collective has ended; None where the
+            gradient travels in a bucket.
     """
 
     exchange: Exchange
     name: str
     gradient: torch.Tensor
-    wire: torch.Tensor
-    compressed: bool
+    wire: torch.Tensor | None = None
 
-    def finish(self, received: torch.Tensor) -> torch.Tensor:
-        """The reduced gradient, from what the collective returned."""
+    @property
+    def compressed(self) -> bool:
+        """Whether the gradient travels in a bucket."""
+        return self.wire is None
+
+    def finish(self, received: torch.Tensor | None) -> torch.Tensor:
+        """The reduced gradient; ``received`` is what the handle gave: nothing, where it travelled in a bucket."""
         return self.exchange._finish(self, received)
+
+
+def _nothing() -> None:
+    """The handle of a gradient in a bucket, which is waited for when it is decoded."""
 
 
 class _Group:
@@ -266,23 +310,12 @@ class _Member:
 
 
 def _alike(pendings: Sequence[Pending]) -> list[list[Pending]]:
-    """Split into groups that one collective can carry, in order of first appearance."""
+    """Split into groups that one allreduce can carry, in order of first appearance."""
     groups: dict[Any, list[Pending]] = {}
     for pending in pendings:
-        groups.setdefault((pending.compressed, pending.wire.dtype, pending.wire.device), []).append(pending)
+        assert pending.wire is not None
+        groups.setdefault((pending.wire.dtype, pending.wire.device), []).append(pending)
     return list(groups.values())
-
-
-@contextlib.contextmanager
-def _overlap_explained(names: Sequence[str]) -> Iterator[None]:
-    """Turn Horovod's ValueError for a name that is in use, which does not tell the name, into one that does."""
-    try:
-        yield
-    except ValueError as error:
-        raise DisagreementError(
-            f"rank {hvd.rank()} cannot exchange the gradient of {', '.join(map(repr, names))} while another of that "
-            "name is under way: optimizers whose backward passes overlap need different parameter names, and a model "
-            f"only one optimizer ({error})") from error
 
 
 def _drain(handle: Handle | None) -> None:

@@ -98,8 +98,9 @@ def __init__(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
                             values["process_set"], compression.scaler)
     original(*given.args, **given.kwargs)
     names = self._parameter_names
-    self._twobit.declare([(names[p], p, names[self._p_to_group.get(p, (p,))[0]])
-                          for p in sorted(self._requires_update, key=names.__getitem__)])
+    # Backward computes gradients in about the reverse order in which parameters were registered.
+    registered = [p for group in self.param_groups for p in group["params"] if p in self._requires_update]
+    self._twobit.declare([(names[p], p, names[self._p_to_group.get(p, (p,))[0]]) for p in reversed(registered)])
 
 
 def load_state_dict(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

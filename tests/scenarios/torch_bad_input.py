@@ -6,6 +6,8 @@ scenario have names of their own.
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +80,55 @@ def levels_of_another_step() -> None:
         optimizer.step()
         optimizer.zero_grad()
         residuals_of(optimizer).scale(1.0 + hvd.rank())
+
+
+def another_transport_on_one_rank() -> None:
+    parameters = {"another_transport.weight": _parameter(30, 40)}
+    optimizer = _optimizer(parameters, TwoBit(0.5, transport="sra" if hvd.rank() else "allgather"))
+    _backward(parameters)
+    optimizer.step()
+
+
+def larger_buckets_on_one_rank() -> None:
+    parameters = {"larger_buckets.a": _parameter(30, 40), "larger_buckets.b": _parameter(30, 40)}
+    optimizer = _optimizer(parameters, TwoBit(0.5, bucket_cap_mb=25 if hvd.rank() else 0.005))
+    _backward(parameters)
+    optimizer.step()
+
+
+def another_order_of_parameters() -> None:
+    parameters = {"another_order.a": _parameter(30, 40), "another_order.b": _parameter(30, 40)}
+    optimizer = _optimizer(dict(sorted(parameters.items(), reverse=bool(hvd.rank()))))
+    _backward(parameters)
+    optimizer.step()
+
+
+class _OneMore(hvd.ProcessSet):
+    """A process set that has one rank more than the others' in the eyes of rank 1."""
+
+    def size(self) -> int | None:
+        return hvd.size() + hvd.rank()
+
+
+def another_number_of_ranks() -> None:
+    parameters = {"another_number.weight": _parameter(30, 40)}
+    everyone = copy.copy(hvd.global_process_set)
+    everyone.__class__ = _OneMore
+    optimizer = _optimizer(parameters, TwoBit(0.5), process_set=everyone)
+    _backward(parameters)
+    optimizer.step()
+
+
+def unknown_transport() -> None:
+    TwoBit(transport="ring")
+
+
+def unknown_transport_in_the_environment() -> None:
+    os.environ["HVD_TWOBIT_TRANSPORT"] = "all-gather"
+    try:
+        TwoBit()
+    finally:
+        del os.environ["HVD_TWOBIT_TRANSPORT"]
 
 
 def other_groups_on_one_rank() -> None:
@@ -189,7 +240,8 @@ SCENARIOS: list[Callable[[], None]] = [
     unknown_argument, duplicate_names, overlapping_optimizers_with_equal_names, another_shape_under_a_known_name,
     another_version_of_payload, another_min_elements, another_min_elements_in_a_group, auto_on_one_rank,
     other_blocks_on_one_rank, another_warm_up, levels_of_another_step, other_groups_on_one_rank, frozen_on_one_rank,
-    another_shape_on_one_rank]
+    another_shape_on_one_rank, another_transport_on_one_rank, larger_buckets_on_one_rank, another_order_of_parameters,
+    another_number_of_ranks, unknown_transport, unknown_transport_in_the_environment]
 
 
 def run() -> dict[str, str]:

@@ -56,14 +56,14 @@ def break_off(folder: str) -> None:
         os._exit(0)
     a.sum().backward()
     optimizer.load_state_dict(optimizer.state_dict())
-    assert set(optimizer._group_counts.values()) == {0} and not optimizer._twobit._in_flight
+    assert set(optimizer._group_counts.values()) == {0} and not optimizer._twobit.is_under_way
     a.sum().backward()
-    assert not optimizer._twobit._in_flight, "the group was started without the gradient of b"
+    assert not optimizer._twobit.is_under_way, "the group was started without the gradient of b"
     b.sum().backward()
-    assert optimizer._twobit._in_flight
+    assert optimizer._twobit.is_under_way
     under_way.touch()
     optimizer.load_state_dict(optimizer.state_dict())
-    assert not optimizer._twobit._in_flight and not optimizer._handles
+    assert not optimizer._twobit.is_under_way and not optimizer._handles
     print("broken off", flush=True)
     os._exit(0)  # Nobody is left for a barrier.
 

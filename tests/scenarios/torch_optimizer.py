@@ -78,6 +78,22 @@ CONFIGURATIONS = {
     "adaptive levels, overflow in warm-up": Configuration(dict(warmup_steps=4), overflow=True),
     "adaptive levels, load_state_dict between and within steps": Configuration({}, reload=True),
     "adaptive levels, a scale that jumps": Configuration({}, jumps=True),
+    "sra": Configuration(dict(transport="sra")),
+    "sra in small buckets": Configuration(dict(transport="sra", bucket_cap_mb=0.006, block_elements=64,
+                                               min_elements=0)),
+    "sra, overflow on one rank": Configuration(dict(transport="sra"), overflow=True),
+    "sra, sum, a gradient missing on one rank": Configuration(
+        dict(transport="sra", bucket_cap_mb=0.006, warmup_steps=2), dict(op="Sum"), missing="row"),
+    "sra, a process set": Configuration(dict(transport="sra"), subset=True),
+    "sra, load_state_dict between and within steps": Configuration(dict(transport="sra"), reload=True),
+    "sra, groups of bfloat16": Configuration(dict(transport="sra"), dict(groups=2), dtype="bfloat16"),
+    "sra, a fixed threshold": Configuration(dict(threshold=0.5, transport="sra", bucket_cap_mb=0.006)),
+    "sra, asymmetric thresholds": Configuration(dict(positive_threshold=0.2, negative_threshold=-0.45,
+                                                     transport="sra")),
+    "sra, another threshold on every rank": Configuration(
+        [dict(threshold=threshold, transport="sra", min_elements=0) for threshold in (0.5, 0.1, 2.5)],
+        dict(gradient_predivide_factor=3.0)),
+    "allgather in small buckets": Configuration(dict(transport="allgather", bucket_cap_mb=0.006)),
     "a fixed threshold with warm-up": Configuration(dict(threshold=0.4, warmup_steps=2)),
     "a fixed threshold": Configuration(dict(threshold=0.5)),
     "sum": Configuration(dict(threshold=0.3), dict(op="Sum")),
@@ -115,7 +131,8 @@ CONFIGURATIONS = {
 
 def _min_elements(configuration: Configuration) -> int:
     arguments = configuration.compression
-    return (arguments if isinstance(arguments, dict) else {}).get("min_elements", DEFAULT_MIN_ELEMENTS)
+    return ((arguments[0] if isinstance(arguments, list) else arguments) or {}).get("min_elements",
+                                                                                    DEFAULT_MIN_ELEMENTS)
 
 
 def _compressed(configuration: Configuration, name: str) -> bool:

@@ -25,7 +25,7 @@ from hvd_twobit.torch import TwoBit, as_tensors, residuals_of
 STEPS, SAVED_AFTER = 200, 100
 CONFIGURATIONS: dict[str, Mapping[str, Any]] = {
     "adaptive levels": dict(warmup_steps=3, block_elements=256),
-    "a fixed threshold": dict(threshold=0.01),
+    "a fixed threshold, sra": dict(threshold=0.01, transport="sra", bucket_cap_mb=0.01),
 }
 MANY_STEPS, STEPS_BEFORE = 2000, 100
 

@@ -1,0 +1,94 @@
+"""Predictions for one model and one cluster: costs of all methods, and where compression stops to pay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from ..cost_model import DEFAULT_PROCESSOR, METHODS, TRANSPORTS, Cost, Link, Processor, choose, cost
+
+ALWAYS = "always"
+NEVER = "never"
+LOWEST_BITS = 10**6
+HIGHEST_BITS = 10**11
+"""Between these bandwidths a break-even is looked for, in bit/s."""
+
+_STEPS = 100
+"""Bandwidths that are tried, evenly in their logarithm, before a break-even is looked for between two of them."""
+
+_LARGEST_BUCKET = 2**40
+_FREE_TCP = dataclasses.replace(DEFAULT_PROCESSOR, tcp_s=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """What is exchanged, between how many ranks, over what.
+
+    Attributes:
+        parameters: float32 elements of the gradient.
+        workers: number of ranks.
+        link: the network between them.
+        bucket_cap_mb: most MiB of float32 gradient in a bucket.
+    """
+
+    parameters: int
+    workers: int
+    link: Link
+    bucket_cap_mb: float
+
+    def cost(self, method: str, processor: Processor = DEFAULT_PROCESSOR) -> Cost:
+        """What an exchange with ``method`` costs; ConfigError where an argument cannot be used."""
+        return cost(method, self.parameters, self.workers, link=self.link, bucket_cap_mb=self.bucket_cap_mb,
+                    processor=processor)
+
+    def at(self, bits_per_second: float) -> Scenario:
+        """The same with another bandwidth."""
+        return dataclasses.replace(self, link=dataclasses.replace(self.link, bits_per_second=bits_per_second))
+
+
+def costs(scenario: Scenario) -> dict[str, Cost]:
+    """By method, in the order of ``METHODS``, auto last.
+
+    Raises:
+        ConfigError: an argument of the scenario cannot be used.
+    """
+    return {method: scenario.cost(method) for method in METHODS}
+
+
+def break_even(scenario: Scenario, baseline: str) -> float | str:
+    """The bandwidth, in bit/s, from which on the best transport of TwoBit is no faster than ``baseline``.
+
+    Above it, compression takes longer than it saves. It is taken for granted that TCP needs no time of the processor,
+    which would slow down what sends more: so this errs on the side of ``baseline``.
+
+    ``ALWAYS``: compression pays at 100 Gbit/s still; ``NEVER``: nowhere from 1 Mbit/s on.
+    """
+    def pays(bits_per_second: float) -> bool:
+        there = scenario.at(bits_per_second)
+        return (min(there.cost(transport, _FREE_TCP).seconds for transport in TRANSPORTS)
+                < there.cost(baseline, _FREE_TCP).seconds)
+
+    if pays(HIGHEST_BITS):
+        return ALWAYS
+    # From above, as there may be several crossings: overlap makes costs piecewise linear in the time of a bit.
+    for step in reversed(range(_STEPS)):
+        below, above = (round(LOWEST_BITS * (HIGHEST_BITS / LOWEST_BITS) ** (end / _STEPS)) for end in (step, step + 1))
+        if pays(below):
+            return float(_first_false(pays, below, above))
+    return NEVER
+
+
+def sra_from(workers: int, link: Link) -> int | None:
+    """Elements of the smallest bucket for which ``choose`` takes ``sra``; None where none is large enough."""
+    def gathers(elements: int) -> bool:
+        return choose(elements, workers, link=link) == "allgather"
+
+    return None if gathers(_LARGEST_BUCKET) else _first_false(gathers, 0, _LARGEST_BUCKET)
+
+
+def _first_false(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """Where ``holds`` becomes false, by bisection; it is true at ``low`` and false at ``high``."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return high

@@ -1,0 +1,66 @@
+"""Which buckets a step has, and by which transport each of them travels. Every rank computes the same.
+
+- ``allgather``: every rank gets the payloads of all and adds them up.
+- ``sra`` (scatter-reduce-allgather): every rank sums one chunk of the bucket and sends all others the sums.
+
+The codec says what both carry, a front end's collectives carry it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from .buckets import Bucket, plan
+from .config import TwoBitConfig
+from .cost_model import choose
+
+_OFFSETS = 2**31
+"""Horovod 0.28.1 crashes where what an allgather returns has more elements (here: bytes)."""
+
+_BYTES_PER_ELEMENT = 4
+"""The most that an element takes: in a payload a quarter (or its padding), in sums up to 4 bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A bucket and how it travels.
+
+    Attributes:
+        bucket: what travels together.
+        transport: ``"allgather"`` or ``"sra"``.
+        ranks: ranks that exchange it.
+    """
+
+    bucket: Bucket
+    transport: str
+    ranks: int
+
+    @property
+    def chunks(self) -> int:
+        """Payloads that a rank sends of the bucket."""
+        return self.ranks if self.transport == "sra" else 1
+
+
+def plan_buckets(config: TwoBitConfig, tensors: Iterable[tuple[str, tuple[int, ...]]], ranks: int) -> list[Planned]:
+    """The buckets of a step.
+
+    Args:
+        config: checked parameters.
+        tensors: name and shape of every tensor that travels compressed, in the order in which gradients are computed.
+        ranks: ranks that exchange.
+    """
+    buckets = plan(tensors, bucket_elements(config, ranks), config.block_elements)
+    return [Planned(bucket, transport_of(config, bucket.elements, ranks), ranks) for bucket in buckets]
+
+
+def bucket_elements(config: TwoBitConfig, ranks: int) -> int:
+    """The most elements of a bucket: as configured, and few enough for what Horovod's allgather can return."""
+    return min(int(config.bucket_cap_mb * 2**20 / 4), _OFFSETS // (2 * max(ranks, _BYTES_PER_ELEMENT)))
+
+
+def transport_of(config: TwoBitConfig, elements: int, ranks: int) -> str:
+    """How a bucket of so many elements travels."""
+    if config.transport == "auto":
+        return choose(elements, ranks, adaptive=config.adaptive)
+    return config.transport
