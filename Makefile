@@ -3,19 +3,21 @@
 #     make demo PYTHON=python3.10      with another Python than python3
 #     make test PYTEST_ARGS="-k codec"     some tests only
 #     make soak SOAK_MINUTES=5 SOAK_ARGS="--seed 1"
+#     sudo make bench-network NETWORK_ARGS="--rates 1gbit --ranks 2"
 
 SHELL = /bin/bash
 PYTHON ?=
 PYTEST_ARGS ?=
 SOAK_MINUTES ?= 30
 SOAK_ARGS ?=
+NETWORK_ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL = help
-.PHONY: help setup demo test soak bench lint clean
+.PHONY: help setup demo test soak bench bench-network lint clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## make .venv and build Horovod into it (the other targets do this too)
 	@scripts/setup.sh
@@ -31,6 +33,9 @@ soak: setup  ## kill, add and remove workers of elastic jobs at random for SOAK_
 
 bench: setup  ## measure the kernels
 	@.venv/bin/python -m hvd_twobit bench kernels
+
+bench-network: setup  ## measure exchanges over links of 100 Mbit/s to 10 Gbit/s (root; 40 minutes); writes docs/benchmarks.md
+	@.venv/bin/python -m benchmarks.network $(NETWORK_ARGS)
 
 lint: setup  ## check style and types
 	@.venv/bin/python -m ruff check hvd_twobit benchmarks examples tests

@@ -1,0 +1,92 @@
+"""What was measured: entries in a JSON file, one for each rate, number of ranks and model, each from a single run.
+
+    {"format_version": 1, "entries": [
+        {"rate": "1gbit", "ranks": 2, "model": "resnet50", "elements": [9408, 64, ...], "machine": {...},
+         "rounds": [{"none": {"seconds": [...], "sent": [...], "received": [...]}, "fp16": {...}, ...}, ...]}]}
+
+Values of a round are those of all ranks; bytes are what passed ``eth0``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import statistics
+from typing import Any
+
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """One method in one entry.
+
+    Attributes:
+        seconds: median over rounds of an exchange's time, which is that of the slowest rank.
+        fastest, slowest: of the rounds, in seconds.
+        to_fp32, to_fp16: median over rounds of the ratio to the time that these took in the same round.
+        sent: bytes: median over rounds and ranks of what a rank sent.
+    """
+
+    seconds: float
+    fastest: float
+    slowest: float
+    to_fp32: float
+    to_fp16: float
+    sent: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Rounds of one rate, number of ranks and model; fields as in the file."""
+
+    rate: str
+    ranks: int
+    model: str
+    elements: list[int]
+    machine: dict[str, Any]
+    rounds: list[dict[str, dict[str, list[float]]]]
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """What a later run replaces this entry by."""
+        return self.rate, self.ranks, self.model
+
+    def summaries(self) -> dict[str, Summary]:
+        """By method, in the order of the first round."""
+        seconds = {method: [max(of_round[method]["seconds"]) for of_round in self.rounds] for method in self.rounds[0]}
+
+        def to(baseline: str, own: list[float]) -> float:
+            return statistics.median(mine / other for mine, other in zip(own, seconds[baseline]))
+
+        return {method: Summary(
+            statistics.median(own), min(own), max(own), to("none", own), to("fp16", own),
+            statistics.median(nbytes for of_round in self.rounds for nbytes in of_round[method]["sent"]),
+        ) for method, own in seconds.items()}
+
+
+def load(path: pathlib.Path) -> list[Entry]:
+    """The entries of a file; none where there is no file.
+
+    Raises:
+        ValueError: the file is not of this format.
+    """
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text())
+        if content["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"format_version {content['format_version']}")
+        return [Entry(**entry) for entry in content["entries"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no results of this benchmark ({error}): name another file") from error
+
+
+def merge(path: pathlib.Path, entry: Entry) -> None:
+    """Write an entry to a file, in place of one with the same key, and keep the others; all of it or nothing."""
+    entries = [known for known in load(path) if known.key != entry.key] + [entry]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".partial")
+    part.write_text(json.dumps({"format_version": FORMAT_VERSION, "entries": list(map(dataclasses.asdict, entries))}))
+    part.replace(path)
