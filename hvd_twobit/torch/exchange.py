@@ -2,7 +2,7 @@
 
 ``start`` begins the exchange of one gradient and returns a handle, as Horovod has them, with a ``Pending``, whose
 ``finish`` puts the reduced gradient into the gradient's own memory. Compressed gradients travel in buckets (see
-``transfer``), others in Horovod's allreduce. Which tensors are compressed, how, and what bytes mean is the core's
+``pipeline``), others in Horovod's allreduce. Which tensors are compressed, how, and what bytes mean is the core's
 business (``codec``, ``transports``); what Horovod's optimizer expects is ``hook``'s.
 """
 
@@ -27,7 +27,8 @@ from ..reduction import Reduction, refuse_dtype
 from ..residuals import ResidualRegistry
 from ..transports import plan_buckets
 from .loss_scale import LossScale
-from .transfer import Transfer, overlap_explained, transfer_of
+from .pipeline import Pipeline
+from .transfer import overlap_explained
 
 Handle = Union[int, Callable[[], Any]]
 
@@ -65,8 +66,7 @@ class Exchange:
         self._statement = Statement.of(config, (), (), 0)
         self._decided: tuple[list[bool], int, int] | None = None
         self._compressed: dict[str, bool] = {}
-        self._transfers: list[Transfer] = []
-        self._transfers_of: dict[str, list[Transfer]] = {}
+        self._pipeline = Pipeline(self._codec, (), process_set)
         self._agreement: int | None = None
         self._in_flight: dict[str, Handle] = {}
 
@@ -86,8 +86,7 @@ class Exchange:
         self._begin_step()  # Ranks meet this tensor at different places of a step, and must plan it alike.
         if name not in self._sparse:
             self._sparse.add(name)
-            for transfer in self._transfers_of.get(name, ()):
-                transfer.skip(name)
+            self._pipeline.skip(name)
 
     def start(self, name: str, gradient: torch.Tensor) -> tuple[Handle, Pending]:
         """Begin the exchange of one dense gradient.
@@ -119,11 +118,7 @@ class Exchange:
             refuse_dtype(name, gradient.dtype)
         if self._compressed[name]:
             self.residuals.tensor(name, tuple(gradient.shape))  # Or another shape would be taken for the known one.
-            flat = _as_flat_float32(gradient).numpy()
-            for transfer in self._transfers_of[name]:
-                transfer.add(name, flat)
-                for other in self._transfers:
-                    other.advance()
+            self._pipeline.add(name, _as_flat_float32(gradient).numpy())
             return Pending(self, name, gradient)
         _drain(self._in_flight.pop(name, None))
         wire = gradient.detach()
@@ -154,12 +149,9 @@ class Exchange:
                 self._codec.observe(pending.name, tuple(gradient.shape), _as_flat_float32(received).numpy(), ranks,
                                     scale)
             return gradient if received.data_ptr() == gradient.data_ptr() else _write(gradient, received)
-        for transfer in self._transfers:
-            transfer.sum()  # Or the sums of a bucket could begin to travel only when the one before is decoded.
         flat = _flat_float32(gradient)
         out = _scratch_float32(gradient.numel()) if flat is None else flat
-        for transfer in self._transfers_of[pending.name]:
-            transfer.decode(pending.name, out.numpy(), scale)
+        self._pipeline.decode(pending.name, out.numpy(), scale)
         return gradient if flat is not None else _write(gradient, out.view(gradient.shape))
 
     @contextlib.contextmanager
@@ -182,6 +174,7 @@ class Exchange:
             return
         self.residuals.begin_step()
         self.loss_scale.follow()
+        self._pipeline.begin_step()
         ready = [self._is_ready(members) for members in self._groups.values()]
         decided = (ready, len(self._sparse), self._process_set.size())
         if decided != self._decided:
@@ -198,13 +191,7 @@ class Exchange:
         buckets = plan_buckets(self._config, [(name, shapes[name]) for name in self._order if self._compressed[name]],
                                ranks)
         self._statement = Statement.of(self._config, tensors, buckets, ranks)
-        for transfer in self._transfers:
-            transfer.abandon()
-        self._transfers = [transfer_of(self._codec, planned, self._process_set) for planned in buckets]
-        self._transfers_of = {}
-        for transfer, planned in zip(self._transfers, buckets):
-            for name in {part.name for part in planned.bucket.parts}:
-                self._transfers_of.setdefault(name, []).append(transfer)
+        self._pipeline = Pipeline(self._codec, buckets, self._process_set)
 
     def _is_ready(self, members: Sequence[tuple[str, tuple[int, ...]]]) -> bool:
         """Whether all tensors of a group are ready to be compressed that will be."""
@@ -247,14 +234,11 @@ class Exchange:
     @property
     def is_under_way(self) -> bool:
         """Whether a gradient is in one of Horovod's collectives."""
-        return bool(self._in_flight) or any(transfer.is_under_way for transfer in self._transfers)
+        return bool(self._in_flight) or self._pipeline.is_under_way
 
     def abandon(self) -> None:
         """Wait for what is in flight and drop it: the optimizer's step was broken off."""
-        for transfer in self._transfers:
-            transfer.sum()
-        for transfer in self._transfers:
-            transfer.abandon()
+        self._pipeline.abandon()
         for handle in [*self._in_flight.values(), self._agreement]:
             _drain(handle)
         self._in_flight.clear()

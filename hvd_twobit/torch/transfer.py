@@ -1,9 +1,8 @@
-"""One bucket of an optimizer on its way: encoded gradient by gradient, sent when it is full, received.
+"""One bucket of an optimizer on its way: encoded gradient by gradient, sent when it is full, received, decoded.
 
-A transfer is used step after step. By ``allgather`` it takes one collective. By ``sra`` it takes two: an alltoall,
-after which this rank sums its chunk, and an allgather of the sums. The second is begun by whoever comes along first
-when the first has ended: a gradient hook (``advance``), so that sums travel while backward goes on, or the end of the
-step.
+A transfer is used step after step. Its last collective brings what is decoded; ``pipeline`` says when it may begin. By
+``sra`` there is one before: an alltoall, which begins as soon as the bucket is full and after which this rank sums its
+chunk for all.
 """
 
 from __future__ import annotations
@@ -22,46 +21,88 @@ from ..transports import Planned
 
 
 class Transfer:
-    """The exchange of one bucket, step after step. Subclasses say what is sent, and how.
+    """The exchange of one bucket. Subclasses say what is sent, and how.
+
+    Errors of collectives, and of what they bring, are kept until a tensor is decoded: Horovod tells them once,
+    perhaps in a gradient hook, and every tensor of the bucket has to be told.
 
     Args:
+        codec: of the optimizer.
         planned: the bucket, and how it travels.
         process_set: the ranks that exchange.
     """
 
-    def __init__(self, planned: Planned, process_set: hvd.ProcessSet) -> None:
+    def __init__(self, codec: Codec, planned: Planned, process_set: hvd.ProcessSet) -> None:
+        self._codec = codec
         self._planned = planned
         self._process_set = process_set
+        self._layout = codec.layout(planned.bucket, planned.chunks)
+        self._payloads = self._layout.new()
+        self.names = frozenset(part.name for part in planned.bucket.parts)
+        self._missing, self._undelivered = set(self.names), set(self.names)
+        self._has_begun = False
+        self._handle: int | None = None
+        self._contents: Contents | None = None
         self._error: Exception | None = None
-        self._missing = self._names()
-        self._undelivered = self._names()
 
-    def _names(self) -> set[str]:
-        return {part.name for part in self._planned.bucket.parts}
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient of this step is in."""
+        return len(self._missing) == len(self.names)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the last collective was begun and waited for, or has nothing to wait for."""
+        return self._has_begun and self._handle is None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the last collective was begun and not waited for."""
+        return self._handle is not None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a collective was begun and has not ended."""
+        return self._handle is not None and not hvd.poll(self._handle)
 
     def add(self, name: str, gradient: np.ndarray) -> None:
-        """Encode what the bucket carries of a gradient, float32[elements] of the whole tensor; send a full bucket."""
-        if not self._missing:
-            self.abandon()  # What is left of a step that was broken off.
-        self._encode(name, gradient)
-        self._arrived(name)
+        """Encode what the bucket carries of a gradient, float32[elements] of the whole tensor."""
+        self._codec.encode(self._layout, self._payloads, name, gradient)
+        self._is_in(name)
 
     def skip(self, name: str) -> None:
         """Leave out a gradient in this step: it turned out to travel by other means."""
-        if not self._missing:
-            self.abandon()
-        self._leave_out(name)
+        self._codec.leave_out(self._layout, self._payloads, name)
         self._undelivered.discard(name)
-        self._arrived(name)
+        self._is_in(name)
 
-    def _arrived(self, name: str) -> None:
+    def _is_in(self, name: str) -> None:
         self._missing.discard(name)
         if not self._missing:
-            with overlap_explained(sorted(self._names())):
-                self._send()
+            self._codec.seal(self._layout, self._payloads)
+            with overlap_explained(sorted(self.names)):
+                self._depart()
+
+    def prepare(self, wait: bool) -> bool:
+        """Do what comes before the last collective, and tell whether that may begin; with ``wait``, wait for it."""
+        return not self._missing
+
+    def begin(self) -> None:
+        """Begin the last collective."""
+        self._has_begun = True
+        if self._error is None:
+            with self._failing(), overlap_explained(sorted(self.names)):
+                self._handle = self._begin()
+
+    def receive(self) -> None:
+        """Wait for the last collective and check what it brought."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with self._failing():
+                self._contents = self._received(hvd.synchronize(handle).numpy())
 
     def decode(self, name: str, out: np.ndarray, scale: float) -> None:
-        """Wait for the bucket and overwrite what it carries of a tensor with the scaled sum over all ranks.
+        """Overwrite what the bucket carries of a tensor with the scaled sum over all ranks.
 
         Args:
             name: the tensor's name.
@@ -72,24 +113,19 @@ class Transfer:
             PayloadError: a rank sent something else than what this rank expects.
             HorovodInternalError: a collective failed.
         """
-        self._wait()
         if self._error is not None:
             raise self._error
-        self._decode(name, out, scale)
+        assert self._contents is not None, f"{self._planned.bucket.label} was not received"
+        self._codec.decode(self._contents, name, out, scale)
         self._undelivered.discard(name)
         if not self._undelivered:
-            self._reset()
+            self.forget()
 
-    def abandon(self) -> None:
-        """Wait for what is under way, as the other ranks do, and forget it."""
-        if not self._missing:
-            self._wait()
-        self._reset()
-
-    def _wait(self) -> None:
-        """Wait for what was sent. An error is kept: Horovod tells it once, and every tensor has to be told."""
-        with self._failing():
-            self._receive()
+    def forget(self) -> None:
+        """Be ready for the next step; nothing may be under way."""
+        self._missing, self._undelivered = set(self.names), set(self.names)
+        self._has_begun = False
+        self._contents = self._error = None
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -98,178 +134,93 @@ class Transfer:
         except (HorovodInternalError, TwoBitError) as error:
             self._error = error
 
-    def _reset(self) -> None:
-        """Nothing is under way; be ready for the next step."""
-        self._error = None
-        self._missing, self._undelivered = self._names(), self._names()
-        self._forget()
-
-    # For buckets that take two collectives.
-
-    def advance(self) -> None:
-        """Begin what can begin without waiting for another rank. Errors are told when a tensor is decoded."""
-
-    def sum(self) -> None:
-        """Wait until the last collective but one has ended, and begin the last."""
-
     # What subclasses do.
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a collective of this bucket was begun and not waited for."""
+    def _depart(self) -> None:
+        """The bucket is full and sealed: begin what precedes the last collective."""
+
+    def _begin(self) -> int:
         raise NotImplementedError
 
-    def _encode(self, name: str, gradient: np.ndarray) -> None:
-        raise NotImplementedError
-
-    def _leave_out(self, name: str) -> None:
-        raise NotImplementedError
-
-    def _send(self) -> None:
-        raise NotImplementedError
-
-    def _receive(self) -> None:
-        """Wait for what the collective returns, once, and check it."""
-        raise NotImplementedError
-
-    def _decode(self, name: str, out: np.ndarray, scale: float) -> None:
-        raise NotImplementedError
-
-    def _forget(self) -> None:
-        """Let go of what arrived."""
+    def _received(self, arrived: np.ndarray) -> Contents:
         raise NotImplementedError
 
 
-class PayloadTransfer(Transfer):
-    """A bucket that travels as payloads: by ``allgather`` or ``sra``.
+class Allgather(Transfer):
+    """A bucket whose payloads all ranks get."""
 
-    Args:
-        codec: of the optimizer.
-        planned: the bucket, and how it travels.
-        process_set: the ranks that exchange.
-    """
+    def _begin(self) -> int:
+        return hvd.allgather_async(torch.from_numpy(self._payloads), name=f"twobit.{self._planned.bucket.name}",
+                                   process_set=self._process_set)
+
+    def _received(self, arrived: np.ndarray) -> Contents:
+        return self._codec.receive(self._layout, arrived, self._planned.ranks)
+
+
+class ScatterReduceAllgather(Transfer):
+    """A bucket of which every rank sums a chunk for all."""
 
     def __init__(self, codec: Codec, planned: Planned, process_set: hvd.ProcessSet) -> None:
-        super().__init__(planned, process_set)
-        self._codec = codec
-        self._layout = codec.layout(planned.bucket, planned.chunks)
-        self._payloads = self._layout.new()
-        # Horovod reads the wire until the collective has ended.
-        self._wire = torch.from_numpy(self._payloads)
+        super().__init__(codec, planned, process_set)
         self._splits = torch.tensor(self._layout.chunk_nbytes, dtype=torch.int32)
-        self._sums: torch.Tensor | None = None
         self._scattering: int | None = None
-        self._gathering: int | None = None
-        self._contents: Contents | None = None
+        self._sums: torch.Tensor | None = None
 
     @property
     def is_under_way(self) -> bool:
-        return self._scattering is not None or self._gathering is not None
+        return self._scattering is not None or super().is_under_way
 
-    def _encode(self, name: str, gradient: np.ndarray) -> None:
-        self._codec.encode(self._layout, self._payloads, name, gradient)
+    def _depart(self) -> None:
+        self._scattering = hvd.alltoall_async(torch.from_numpy(self._payloads), self._splits,
+                                              name=f"twobit.{self._planned.bucket.name}",
+                                              process_set=self._process_set)
 
-    def _leave_out(self, name: str) -> None:
-        self._codec.leave_out(self._layout, self._payloads, name)
+    def prepare(self, wait: bool) -> bool:
+        if self._scattering is not None and (wait or hvd.poll(self._scattering)):
+            handle, self._scattering = self._scattering, None
+            with self._failing():
+                received, _ = hvd.synchronize(handle)
+                self._sums = torch.from_numpy(self._codec.sum(self._layout, self._process_set.rank(),
+                                                              received.numpy(), self._planned.ranks))
+        return not self._missing and self._scattering is None
 
-    def _send(self) -> None:
-        self._codec.seal(self._layout, self._payloads)
-        name = f"twobit.{self._planned.bucket.name}"
-        if self._planned.transport == "sra":
-            self._scattering = hvd.alltoall_async(self._wire, self._splits, name=name, process_set=self._process_set)
-        else:
-            self._gathering = hvd.allgather_async(self._wire, name=name, process_set=self._process_set)
+    def _begin(self) -> int:
+        return hvd.allgather_async(self._sums, name=f"twobit.sums.{self._planned.bucket.name}",
+                                   process_set=self._process_set)
 
-    def advance(self) -> None:
-        if self._scattering is not None and hvd.poll(self._scattering):
-            self.sum()
+    def _received(self, arrived: np.ndarray) -> Contents:
+        return self._codec.receive_sums(self._layout, arrived)
 
-    def sum(self) -> None:
-        handle, self._scattering = self._scattering, None
-        if handle is None:
-            return
-        with self._failing():
-            received, _ = hvd.synchronize(handle)
-            sums = self._codec.sum(self._layout, self._process_set.rank(), received.numpy(), self._planned.ranks)
-            self._sums = torch.from_numpy(sums)
-            self._gathering = hvd.allgather_async(self._sums, name=f"twobit.sums.{self._planned.bucket.name}",
-                                                  process_set=self._process_set)
-
-    def _receive(self) -> None:
-        self.sum()
-        handle, self._gathering = self._gathering, None
-        if handle is None:
-            return
-        gathered = hvd.synchronize(handle).numpy()
-        self._contents = (self._codec.receive_sums(self._layout, gathered) if self._planned.transport == "sra"
-                          else self._codec.receive(self._layout, gathered, self._planned.ranks))
-
-    def _decode(self, name: str, out: np.ndarray, scale: float) -> None:
-        assert self._contents is not None, f"{self._planned.bucket.label} was not sent"
-        self._codec.decode(self._contents, name, out, scale)
-
-    def _forget(self) -> None:
-        self._sums = self._contents = None
+    def forget(self) -> None:
+        super().forget()
+        self._sums = None
 
 
-class TallyTransfer(Transfer):
-    """A bucket that travels as integers, in Horovod's own allreduce.
-
-    Args:
-        codec: of the optimizer.
-        planned: the bucket, and how it travels.
-        process_set: the ranks that exchange.
-    """
+class Allreduce(Transfer):
+    """A bucket whose codes Horovod's own allreduce adds up, as digits of integers."""
 
     def __init__(self, codec: Codec, planned: Planned, process_set: hvd.ProcessSet) -> None:
-        super().__init__(planned, process_set)
-        self._codec = codec
-        self._layout = codec.layout(planned.bucket, planned.chunks)
-        self._payloads = self._layout.new()
+        super().__init__(codec, planned, process_set)
         self._tallies = codec.tally_layout(self._layout, planned.ranks)
         self._wire = torch.empty(self._tallies.size, dtype=torch.int32)
-        self._handle: int | None = None
-        self._contents: Contents | None = None
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._handle is not None
-
-    def _encode(self, name: str, gradient: np.ndarray) -> None:
-        self._codec.encode(self._layout, self._payloads, name, gradient)
-
-    def _leave_out(self, name: str) -> None:
-        self._codec.leave_out(self._layout, self._payloads, name)
-
-    def _send(self) -> None:
-        self._codec.seal(self._layout, self._payloads)
-        self._codec.tally(self._layout, self._payloads, self._process_set.rank(), self._tallies, self._integers)
-        self._handle = hvd.allreduce_async_(self._wire, name=f"twobit.{self._planned.bucket.name}", op=hvd.Sum,
-                                            process_set=self._process_set)
 
     @property
     def _integers(self) -> np.ndarray:
         return self._wire.numpy().view(np.uint32)
 
-    def _receive(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is None:
-            return
-        hvd.synchronize(handle)
-        self._contents = self._codec.receive_tallies(self._layout, self._tallies, self._integers)
+    def _depart(self) -> None:
+        self._codec.tally(self._layout, self._payloads, self._process_set.rank(), self._tallies, self._integers)
 
-    def _decode(self, name: str, out: np.ndarray, scale: float) -> None:
-        assert self._contents is not None, f"{self._planned.bucket.label} was not sent"
-        self._codec.decode(self._contents, name, out, scale)
+    def _begin(self) -> int:
+        return hvd.allreduce_async_(self._wire, name=f"twobit.{self._planned.bucket.name}", op=hvd.Sum,
+                                    process_set=self._process_set)
 
-    def _forget(self) -> None:
-        self._contents = None
+    def _received(self, arrived: np.ndarray) -> Contents:
+        return self._codec.receive_tallies(self._layout, self._tallies, self._integers)
 
 
-def transfer_of(codec: Codec, planned: Planned, process_set: hvd.ProcessSet) -> Transfer:
-    """The transfer that carries a bucket."""
-    kind = TallyTransfer if planned.transport == "allreduce" else PayloadTransfer
-    return kind(codec, planned, process_set)
+TRANSFERS = {"allgather": Allgather, "sra": ScatterReduceAllgather, "allreduce": Allreduce}
+"""The transfer of each transport."""
 
 
 @contextlib.contextmanager
