@@ -133,15 +133,44 @@ class AdaptiveLevels:
         """The levels of the next exchange, from the block tables of all ranks."""
         assert levels is not None
         sums, counts = received.table["selected_sum"].astype(np.float64), received.table["selected_count"]
-        total = counts.sum(axis=0, dtype=np.int64)
-        if counts.all():
-            return within_limits(_added_in_rank_order(sums) / total)
         selected = counts > 0
-        silent = _added_in_rank_order(np.where(selected, 0, sums))
-        members = np.maximum(len(sums) * self._sizes(elements), 1)
+        return self.following(levels, _added_in_rank_order(np.where(selected, sums, 0)),
+                              counts.sum(axis=0, dtype=np.int64), _added_in_rank_order(np.where(selected, 0, sums)),
+                              len(sums), elements)
+
+    def following(self, levels: np.ndarray | None, selected_sum: np.ndarray, selected_count: np.ndarray,
+                  silent: np.ndarray, ranks: int, elements: int) -> np.ndarray:
+        """The levels of the next exchange, from sums over the ranks, one per block.
+
+        Args:
+            levels: those of this exchange.
+            selected_sum: float64, of the magnitudes that ranks selected.
+            selected_count: their number, whole but for what scaling on the way left.
+            silent: float64, of all magnitudes of the ranks that selected none in the block.
+            ranks: number of ranks whose sums these are.
+            elements: of the tensor.
+        """
+        assert levels is not None
+        total = np.rint(selected_count)
+        members = np.maximum(ranks * self._sizes(elements), 1)
         following = np.where(silent > 0, LEVEL_OF_MEAN * silent / members, levels)
-        return within_limits(np.divide(_added_in_rank_order(np.where(selected, sums, 0)), total, out=following,
-                                       where=total > 0))
+        return within_limits(np.divide(selected_sum, total, out=following, where=total > 0))
+
+    def sums(self, selected_sum: np.ndarray, selected_count: np.ndarray, residual: np.ndarray) -> np.ndarray:
+        """What this rank adds to ``following``'s sums, from what ``quantize_pack`` returned: float64[blocks, 3]."""
+        sums = np.zeros((selected_count.size, 3))
+        sums[:, 0], sums[:, 1] = np.minimum(selected_sum, _FLOAT32_MAX), selected_count
+        silent = np.flatnonzero(selected_count == 0)
+        if silent.size:
+            sums[silent, 2] = np.minimum(self._block_sums(residual, silent), _FLOAT32_MAX).astype(np.float32)
+        return sums
+
+    def of_tensor(self, tensor: np.ndarray) -> np.ndarray:
+        """Twice the mean magnitude of each block, as ``first``, of a tensor that may have elements not finite."""
+        finite = np.isfinite(tensor)
+        if not finite.all():
+            tensor = np.where(finite, tensor, np.float32(0))
+        return within_limits(LEVEL_OF_MEAN * self._block_sums(tensor) / np.maximum(self._sizes(tensor.size), 1))
 
     def write_table(self, table: np.ndarray, selected_sum: np.ndarray, selected_count: np.ndarray,
                     residual: np.ndarray) -> None:

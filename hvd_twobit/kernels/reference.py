@@ -17,10 +17,13 @@ from . import (
     CODE_ZERO,
     ELEMENTS_PER_WORD,
     SUM_CHUNK_ELEMENTS,
+    Digits,
     Quantizer,
     block_count,
+    check_pack_digits_arguments,
     check_quantize_arguments,
     check_unpack_arguments,
+    check_unpack_digits_arguments,
 )
 
 
@@ -103,6 +106,59 @@ def unpack_sum(packed: np.ndarray, levels: np.ndarray, block_elements: int, out:
         if scale != 1.0:
             out[:] = (out.astype(np.float64) * scale).astype(np.float32)
     out[np.any(codes == CODE_NOT_FINITE, axis=0)] = np.nan
+
+
+def pack_digits(packed: np.ndarray, digits: Digits, words: np.ndarray) -> None:
+    """Overwrite ``words`` with the digits of packed codes.
+
+    Args:
+        packed: uint8[4 * ceil(n / 16)].
+        digits: see ``Digits``.
+        words: float64[digits.word_count(n)], overwritten with whole numbers, or NaN where code 01 is among them.
+    """
+    check_pack_digits_arguments(packed, digits, words)
+    digit_of = np.zeros(4)
+    digit_of[CODE_POSITIVE], digit_of[CODE_NEGATIVE], digit_of[CODE_NOT_FINITE] = 1, digits.negative, np.nan
+    padded = np.zeros((words.size // ELEMENTS_PER_WORD, digits.per_word, ELEMENTS_PER_WORD))
+    padded.reshape(-1)[:4 * packed.size] = digit_of[_unpack(packed[None])[0]]
+    words[:] = 0
+    for digit in range(digits.per_word):
+        words += padded[:, digit].reshape(-1) * float(digits.radix ** digit)
+
+
+def unpack_digits(words: np.ndarray, digits: Digits, divisor: float, levels: np.ndarray, block_elements: int,
+                  out: np.ndarray, scale: float = 1.0) -> None:
+    """Overwrite ``out`` with the sum of levels that the sum of the ranks' words tells, then scaled.
+
+    With the same levels on all ranks it is to the bit what ``unpack_sum`` makes of the ranks' codes, but for NaN, which
+    takes all elements of its word.
+
+    Args:
+        words: float64[digits.word_count(n)]: what the ranks' words add up to, times ``divisor``.
+        digits: those of ``pack_digits``.
+        divisor: what is taken out of the words before they are rounded to whole numbers.
+        levels: float32[blocks, 2], the positive and the negative level.
+        block_elements: elements of a block, a multiple of 16.
+        out: float32[n], overwritten.
+        scale: what the float32 sum is multiplied by, in float64 and rounded to float32 once.
+    """
+    check_unpack_digits_arguments(words, digits, levels, block_elements, out)
+    sums = np.zeros((words.size // ELEMENTS_PER_WORD, digits.per_word, ELEMENTS_PER_WORD))
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        rest = np.rint(words / divisor) - sum(digits.middle * digits.radix ** digit for digit in range(digits.per_word))
+        for digit in range(digits.per_word):
+            higher = np.rint(rest / digits.radix)
+            sums[:, digit] = (rest - higher * digits.radix + digits.middle).reshape(-1, ELEMENTS_PER_WORD)
+            rest = higher
+        total = sums.reshape(-1)[:out.size]
+        positive, negative = levels[np.arange(out.size) // block_elements].T
+        if digits.symmetric:
+            out[:] = total.astype(np.float32) * positive
+        else:
+            negatives = np.floor(total / digits.negative)
+            positives = total - negatives * digits.negative
+            out[:] = positives.astype(np.float32) * positive + negatives.astype(np.float32) * negative
+        out[:] = (out.astype(np.float64) * scale).astype(np.float32)
 
 
 def _pack(codes: np.ndarray) -> np.ndarray:
