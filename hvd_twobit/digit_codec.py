@@ -7,9 +7,10 @@
 and so is every result, to the bit, but that NaN takes all elements of its word.
 
 ``quantize_once`` and ``sum_of`` know a tensor for one exchange only. With a fixed threshold nothing else changes but
-that what was not sent is lost. Adaptive levels are learnt from exchanges before, of which there is none, so every rank
-takes its own, twice the mean magnitude of each block, and decides at half of it, the nearest. Sums of digits then have
-no common level; they are weighed with the mean of the ranks' levels, each counted as often as it was used.
+that what was not sent is lost. Adaptive levels are learnt from exchanges before, of which there is none. So each rank
+sends what reaches the mean magnitude of its own block, and tells sum and number of the magnitudes that it sent; the sum
+of digits is weighed with the mean of what all ranks sent. That is the level with the least squared error for these
+codes. The threshold is the best one for Laplace's distribution; for the normal one it costs 4 % more error.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .config import TwoBitConfig
 from .digits import Layout, Tail, fingerprint
 from .errors import ResidualError
 from .kernels import Digits, Quantizer, packed_nbytes
-from .levels import LEVEL_OF_MEAN, LOWEST, AdaptiveLevels, FixedLevels, levels_of, within_limits
+from .levels import AdaptiveLevels, FixedLevels, levels_of, within_limits
 from .residuals import ResidualRegistry
 from .tensor_state import TensorState
 
@@ -34,8 +35,8 @@ _SAME_LEVELS = ("ranks have other levels, or TwoBit other arguments. Levels diff
                 "loaded states of different steps: let every rank take those of one, with residuals.take_shared("
                 "shared) of what residuals.shared() returned there, or call residuals.forget_levels() on every rank")
 
-_WEIGHED = 2
-"""Columns of the table without a name: number of selected elements, and that times their level."""
+_SELECTED = 2
+"""Columns of the table without a name: sum and number of the selected magnitudes."""
 
 _LEARNT = 3
 """Columns of the table of a named tensor: sum and number of the selected magnitudes, and the sum of all magnitudes on
@@ -227,14 +228,14 @@ def quantize_once(config: TwoBitConfig, tensor: np.ndarray, rank: int, ranks: in
         New memory, float64[words].
     """
     functions = kernels.load(backend)
-    layout = _layout(config, tensor.size, ranks, _WEIGHED)
+    layout = _layout(config, tensor.size, ranks, _SELECTED)
     quantizer = _quantizer_of(config, tensor)
     packed, words = np.empty(packed_nbytes(tensor.size), np.uint8), np.empty(layout.size)
-    _, count = functions.quantize_pack(tensor, np.zeros_like(tensor), packed, quantizer)
+    selected = functions.quantize_pack(tensor, np.zeros_like(tensor), packed, quantizer)
     functions.pack_digits(packed, layout.digits, layout.content(words))
     layout.write_tail(words, rank, fingerprint(_described(config)))
     if config.adaptive:
-        layout.table(words)[:] = np.stack([count, count * quantizer.positive_level.astype(np.float64)], axis=-1)
+        layout.table(words)[:] = np.minimum(np.stack(selected, axis=-1), np.finfo(np.float32).max)
     return words
 
 
@@ -254,12 +255,12 @@ def sum_of(config: TwoBitConfig, words: np.ndarray, tensor: str, rank: int, rank
     Raises:
         PayloadError: the words are no sum of this tensor's, or TwoBit has other arguments on other ranks.
     """
-    layout = _layout(config, out.size, ranks, _WEIGHED)
+    layout = _layout(config, out.size, ranks, _SELECTED)
     tail = layout.read_tail(words, rank, fingerprint(_described(config)), tensor, _SAME_ARGUMENTS)
     if config.adaptive:
-        count, weighed = tail.table.T
-        used = np.rint(count) > 0  # Where no rank used its level, there is nothing to weigh.
-        level = within_limits(np.divide(weighed, count, out=np.full(layout.blocks, float(LOWEST)), where=used))
+        total, count = tail.table.T
+        count = np.rint(count)  # Where it is zero, all digits are.
+        level = within_limits(np.divide(total, count, out=np.zeros(layout.blocks), where=count > 0))
         levels, block_elements = np.stack([level, -level], axis=-1), config.block_elements
     else:
         quantizer = levels_of(config).quantizer(None, out.size)
@@ -279,9 +280,8 @@ def _quantizer_of(config: TwoBitConfig, tensor: np.ndarray) -> Quantizer:
     policy = levels_of(config)
     if isinstance(policy, FixedLevels):
         return policy.quantizer(None, tensor.size)
-    level = policy.of_tensor(tensor)
-    threshold = level / np.float32(LEVEL_OF_MEAN)
-    return Quantizer(config.block_elements, threshold, -threshold, level, -level)
+    threshold = policy.mean_magnitudes(tensor)
+    return Quantizer(config.block_elements, threshold, -threshold, threshold, -threshold)
 
 
 def _described(config: TwoBitConfig) -> bytes:

@@ -165,12 +165,12 @@ class AdaptiveLevels:
             sums[silent, 2] = np.minimum(self._block_sums(residual, silent), _FLOAT32_MAX).astype(np.float32)
         return sums
 
-    def of_tensor(self, tensor: np.ndarray) -> np.ndarray:
-        """Twice the mean magnitude of each block, as ``first``, of a tensor that may have elements not finite."""
+    def mean_magnitudes(self, tensor: np.ndarray) -> np.ndarray:
+        """Mean magnitude of each block, float32[blocks], not below ``LOWEST``; elements not finite count as zeros."""
         finite = np.isfinite(tensor)
         if not finite.all():
             tensor = np.where(finite, tensor, np.float32(0))
-        return within_limits(LEVEL_OF_MEAN * self._block_sums(tensor) / np.maximum(self._sizes(tensor.size), 1))
+        return within_limits(self._block_sums(tensor) / np.maximum(self._sizes(tensor.size), 1))
 
     def write_table(self, table: np.ndarray, selected_sum: np.ndarray, selected_count: np.ndarray,
                     residual: np.ndarray) -> None:

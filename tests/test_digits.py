@@ -139,21 +139,30 @@ def test_once_a_fixed_threshold_stands_for_itself(name: str) -> None:
     assert np.array_equal(once(config, tensors, 3.0, 1 / 7), (total.astype(np.float64) * (3.0 * (1 / 7))).astype("f4"))
 
 
-def test_once_adaptive_levels_are_twice_the_mean_magnitude_and_decided_at_half_of_it() -> None:
+def test_once_what_reaches_the_mean_magnitude_of_its_block_is_sent_as_the_mean_of_what_was_sent() -> None:
     tensor = np.repeat(np.array([0, 3, -3, 1, 6, 5], np.float32), 16)
     found = once(TwoBitConfig(block_elements=32), [tensor, tensor], after=0.5)
-    assert found.tolist() == [0.0] * 16 + [3.0] * 16 + [-4.0] * 16 + [0.0] * 16 + [11.0] * 16 + [0.0] * 16
+    assert found.tolist() == [0.0] * 16 + [3.0] * 16 + [-3.0] * 16 + [0.0] * 16 + [6.0] * 16 + [0.0] * 16
 
 
 def test_once_a_rank_without_anything_to_say_does_not_pull_the_level_down() -> None:
     tensor = np.full(64, 0.25, np.float32)
     found = once(TwoBitConfig(block_elements=64), [tensor, np.zeros_like(tensor), np.zeros_like(tensor)])
-    assert found.tolist() == [0.5] * 64
+    assert found.tolist() == [0.25] * 64
 
 
 def test_once_levels_of_different_size_are_weighed_by_their_use() -> None:
-    one, two = np.full(64, 1, np.float32), np.full(64, 3, np.float32)
-    assert once(TwoBitConfig(block_elements=64), [one, two]).tolist() == [8.0] * 64
+    one, two = np.full(64, 1, np.float32), np.array([3] * 32 + [0] * 32, np.float32)
+    assert once(TwoBitConfig(block_elements=64), [one, two], 3.0).tolist() == [10.0] * 32 + [5.0] * 32
+
+
+@pytest.mark.parametrize("ranks, least, most", [(1, 0.45, 0.46), (4, 0.45, 0.46)])
+def test_once_tensors_of_equal_scale_come_back_with_the_error_that_the_documentation_tells(ranks: int, least: float,
+                                                                                          most: float) -> None:
+    tensors = np.random.default_rng(7).standard_normal((ranks, 100_000), np.float32)
+    wanted = tensors.sum(axis=0)
+    error = np.linalg.norm(once(TwoBitConfig(), list(tensors)) - wanted) / np.linalg.norm(wanted)
+    assert least < error < most
 
 
 @pytest.mark.parametrize("name", ["adaptive", "fixed"])

@@ -6,12 +6,17 @@ instance may serve several optimizers and tapes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Union
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
-from ..compression import TwoBitParameters
+from ..compression import NamedCompression, OnClassToo, TwoBitParameters
+from ..named import NamedTensor
+from . import allreduce
+
+Context = Union[allreduce.Converted, allreduce.Summed, None]
 
 
 class TwoBit(TwoBitParameters, Compressor):
@@ -70,7 +75,44 @@ class TwoBit(TwoBitParameters, Compressor):
     error feedback.
     """
 
+    @OnClassToo
+    def compress(self, tensor: Any) -> tuple[tf.Tensor, Context]:
+        """Horovod's first half of an allreduce: what to sum for a tensor. Without a name, what is not sent is lost.
+
+        Raises:
+            UnsupportedOperationError: XLA is to compile the graph.
+        """
+        return allreduce.compress(self.config, tensor)
+
     @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """Horovod's second half of an exchange, never reached with TwoBit: ``compress`` refuses."""
-        return tensor
+    def decompress(tensor: tf.Tensor, ctx: Context) -> tf.Tensor:
+        """Horovod's second half of an allreduce: the reduced tensor for what the collective returned."""
+        return tensor if ctx is None else ctx.finish(tensor)
+
+    def named(self, name: str) -> NamedTwoBit:
+        """This compression for one tensor that is exchanged again and again with ``hvd.allreduce``, with a residual.
+
+        Raises:
+            ConfigError: the name is no string, or empty.
+        """
+        return NamedTwoBit(NamedTensor(name, self.config, warns=hvd.rank() == 0), self.config)
+
+
+class NamedTwoBit(NamedCompression, Compressor):
+    """2-bit compression with error feedback of one tensor: ``hvd.allreduce(tensor, compression=named)``.
+
+    Made by ``TwoBit(...).named("x")``, once and outside of any ``tf.function``; keep it as long as the tensor is
+    exchanged. What two bits could not say is kept on the rank and added to the next values. The first exchange,
+    and ``warmup_steps`` more, travel uncompressed, in which levels are learnt. One name is for one tensor of one shape;
+    a step that breaks this, or whose ranks have different levels, ends in a ``tf.errors.OpError`` with the text of the
+    ``ResidualError`` or ``PayloadError``.
+    """
+
+    def compress(self, tensor: Any) -> tuple[tf.Tensor, Context]:
+        """Horovod's first half of an allreduce."""
+        return allreduce.compress(self.config, tensor, self.tensor)
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, ctx: Context) -> tf.Tensor:
+        """As ``TwoBit.decompress``."""
+        return TwoBit.decompress(tensor, ctx)

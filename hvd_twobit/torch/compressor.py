@@ -7,14 +7,19 @@ training, so one instance may serve several optimizers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Union
 
+import horovod.torch as hvd
 import torch
 from horovod.torch.compression import Compressor
 
-from ..compression import TwoBitParameters
+from ..compression import NamedCompression, OnClassToo, TwoBitParameters
 from ..errors import ConfigError
+from ..named import NamedTensor
+from . import allreduce
 from .exchange import Pending
+
+Context = Union[Pending, allreduce.Converted, allreduce.Summed, None]
 
 
 class TwoBit(TwoBitParameters, Compressor):
@@ -73,15 +78,58 @@ class TwoBit(TwoBitParameters, Compressor):
         made.scaler = _checked(scaler)
         return made
 
+    @OnClassToo
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Context]:
+        """Horovod's first half of an allreduce: what to sum for a tensor. Without a name, what is not sent is lost.
+
+        Raises:
+            UnsupportedOperationError: the tensor requires a gradient, which would be lost.
+        """
+        return allreduce.compress(self.config, tensor)
+
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Pending | None) -> torch.Tensor:
-        """Horovod's second half of an exchange: the gradient for what a collective returned.
+    def decompress(tensor: torch.Tensor, ctx: Context) -> torch.Tensor:
+        """Horovod's second half of an exchange: the reduced tensor for what a collective returned.
 
         Args:
             tensor: what the collective returned.
-            ctx: what the first half returned beside its handle; None for sparse gradients, which pass through.
+            ctx: what the first half returned beside what was sent; None for what travelled as it was.
+
+        Raises:
+            PayloadError: ranks have not sent what belongs together.
         """
         return tensor if ctx is None else ctx.finish(tensor)
+
+    def named(self, name: str) -> NamedTwoBit:
+        """This compression for one tensor that is exchanged again and again with ``hvd.allreduce``, with a residual.
+
+        Raises:
+            ConfigError: the name is no string, or empty.
+        """
+        return NamedTwoBit(NamedTensor(name, self.config, warns=hvd.rank() == 0), self.config)
+
+
+class NamedTwoBit(NamedCompression, Compressor):
+    """2-bit compression with error feedback of one tensor: ``hvd.allreduce(tensor, compression=named)``.
+
+    Made by ``TwoBit(...).named("x")``, once; keep it as long as the tensor is exchanged. What two bits could not say is
+    kept on the rank and added to the tensor's next values. The first exchange, and ``warmup_steps`` more, travel
+    uncompressed, in which levels are learnt. One name is for one tensor of one shape.
+    """
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Context]:
+        """Horovod's first half of an allreduce.
+
+        Raises:
+            ResidualError: the tensor had another shape before, or its last exchange has not ended.
+            UnsupportedOperationError: the tensor requires a gradient, which would be lost.
+        """
+        return allreduce.compress(self.config, tensor, self.tensor)
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Context) -> torch.Tensor:
+        """As ``TwoBit.decompress``."""
+        return TwoBit.decompress(tensor, ctx)
 
 
 def _checked(scaler: Any) -> torch.amp.GradScaler | None:

@@ -30,7 +30,7 @@ from .loss_scale import LossScale
 Handle = Union[int, Callable[[], Any]]
 
 # Horovod 0.28.1 has no bfloat16; what is not listed travels as float32.
-_HOROVOD_DTYPES = (torch.float16, torch.float32, torch.float64)
+HOROVOD_DTYPES = (torch.float16, torch.float32, torch.float64)
 
 _scratch = threading.local()
 
@@ -110,10 +110,10 @@ class Exchange:
             refuse_dtype(name, gradient.dtype)
         _drain(self._in_flight.pop(name, None))
         if self._compressed[name]:
-            payload = self._codec.encode(name, tuple(gradient.shape), _as_flat_float32(gradient).numpy())
+            payload = self._codec.encode(name, tuple(gradient.shape), as_flat_float32(gradient).numpy())
             return Pending(self, name, gradient, torch.from_numpy(payload), compressed=True)
         wire = gradient.detach()
-        if wire.dtype not in _HOROVOD_DTYPES:
+        if wire.dtype not in HOROVOD_DTYPES:
             wire = wire.float()
         return Pending(self, name, gradient, wire.contiguous(), compressed=False)
 
@@ -143,7 +143,7 @@ class Exchange:
         scale = self._reduction.scale(ranks)
         if not pending.compressed:
             if self._codec.compresses(gradient.numel()):
-                self._codec.observe(pending.name, shape, _as_flat_float32(received).numpy(), ranks, scale)
+                self._codec.observe(pending.name, shape, as_flat_float32(received).numpy(), ranks, scale)
             return gradient if received.data_ptr() == gradient.data_ptr() else _write(gradient, received)
         flat = _flat_float32(gradient)
         out = _scratch_float32(gradient.numel()) if flat is None else flat
@@ -302,7 +302,7 @@ def _flat_float32(gradient: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def _as_flat_float32(values: torch.Tensor) -> torch.Tensor:
+def as_flat_float32(values: torch.Tensor) -> torch.Tensor:
     """The values as float32[elements]: the tensor's own memory, or a copy in scratch memory."""
     flat = _flat_float32(values)
     if flat is None:
