@@ -6,13 +6,58 @@ A front end's class adds Horovod's ``Compressor`` of its framework; see ``torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 from .config import TwoBitConfig, describe
-from .errors import UnsupportedOperationError
+from .errors import ConfigError
+from .named import NamedTensor
+from .residuals import ResidualRegistry
 
 Self = TypeVar("Self", bound="TwoBitParameters")
+Result = TypeVar("Result")
+
+
+class OnClassToo(Generic[Result]):
+    """Decorator of a method that may also be called on the class, which then stands for an instance with its defaults.
+
+    Horovod calls ``compression.compress(tensor)``, and users pass the class as well as an instance.
+    """
+
+    def __init__(self, function: Callable[..., Result]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> Callable[..., Result]:
+        return functools.wraps(self._function)(functools.partial(self._function, owner() if instance is None
+                                                                 else instance))
+
+
+class NamedCompression:
+    """What every front end's ``TwoBit(...).named("x")`` is: the compression of one tensor, with a residual.
+
+    Attributes:
+        tensor: what is kept of it.
+    """
+
+    def __init__(self, tensor: NamedTensor, config: TwoBitConfig) -> None:
+        self.tensor = tensor
+        self.config = config
+
+    @property
+    def residuals(self) -> ResidualRegistry:
+        """The residual and levels, to be saved and loaded with a checkpoint of this rank."""
+        return self.tensor.residuals
+
+    def __repr__(self) -> str:
+        return f"TwoBit({describe(self.config)}).named({self.tensor.name!r})"
+
+
+def is_twobit(compression: Any) -> bool:
+    """Whether a user's ``compression=`` is a ``TwoBit``, its class, or one with a name."""
+    return isinstance(compression, (TwoBitParameters, NamedCompression)) or (
+        isinstance(compression, type) and issubclass(compression, TwoBitParameters))
 
 
 class TwoBitParameters:
@@ -42,22 +87,17 @@ class TwoBitParameters:
 
     @classmethod
     def instance(cls: type[Self], compression: Any) -> Self | None:
-        """The object of this class that a user's ``compression=`` means, or None if it is another compression."""
+        """The object of this class that a user's ``compression=`` means, or None if it is another compression.
+
+        Raises:
+            ConfigError: it is one for a single tensor.
+        """
+        if isinstance(compression, NamedCompression):
+            raise ConfigError(f"{compression!r} is for one tensor that is handed to hvd.allreduce: an optimizer or "
+                              "tape takes TwoBit itself and knows the names of its tensors")
         if isinstance(compression, type) and issubclass(compression, cls):
             return compression()
         return compression if isinstance(compression, cls) else None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe(self.config)})"
-
-    @staticmethod
-    def compress(tensor: Any) -> NoReturn:
-        """Refuse: without a name there is no residual, and codes cannot be summed by an allreduce.
-
-        Raises:
-            UnsupportedOperationError: always.
-        """
-        raise UnsupportedOperationError(
-            "TwoBit compresses the gradients of a distributed optimizer or gradient tape made with "
-            "compression=TwoBit; a single hvd.allreduce cannot use it, because two-bit codes cannot be summed on the "
-            "way: leave compression out here")

@@ -112,8 +112,7 @@ class AdaptiveLevels:
         sums = self._block_sums(reduced)
         if not np.isfinite(sums).all():
             return None
-        sizes = Layout((reduced.size,), self._block_elements).block_sizes
-        return within_limits(LEVEL_OF_MEAN * factor * sums / np.maximum(sizes, 1))
+        return within_limits(LEVEL_OF_MEAN * factor * sums / self.block_sizes(reduced.size))
 
     def quantizer(self, levels: np.ndarray | None, elements: int, loss_scale: float = 1.0) -> Quantizer:
         """The quantizer of a run: decides at ``DECISION`` of the levels, which are of scaled gradients already."""
@@ -135,15 +134,42 @@ class AdaptiveLevels:
         """The levels of the next exchange, float32[blocks], from the block tables of all ranks."""
         assert levels is not None
         sums, counts = received.table["selected_sum"].astype(np.float64), received.table["selected_count"]
-        total = counts.sum(axis=0, dtype=np.int64)
-        if counts.all():
-            return within_limits(_added_in_rank_order(sums) / total)
         selected = counts > 0
-        silent = _added_in_rank_order(np.where(selected, 0, sums))
-        members = np.maximum(len(sums) * layout.block_sizes, 1)
-        following = np.where(silent > 0, LEVEL_OF_MEAN * silent / members, levels)
-        return within_limits(np.divide(_added_in_rank_order(np.where(selected, sums, 0)), total, out=following,
-                                       where=total > 0))
+        return self.following(levels, _added_in_rank_order(np.where(selected, sums, 0)),
+                              counts.sum(axis=0, dtype=np.int64), _added_in_rank_order(np.where(selected, 0, sums)),
+                              len(sums) * layout.block_sizes)
+
+    def following(self, levels: np.ndarray | None, selected_sum: np.ndarray, selected_count: np.ndarray,
+                  silent: np.ndarray, members: np.ndarray) -> np.ndarray:
+        """The levels of the next exchange, from sums over the ranks, one per block.
+
+        Args:
+            levels: those of this exchange.
+            selected_sum: float64, of the magnitudes that ranks selected.
+            selected_count: their number, whole but for what scaling on the way left.
+            silent: float64, of all magnitudes of the ranks that selected none in the block.
+            members: elements of the block on all ranks whose sums these are.
+        """
+        assert levels is not None
+        total = np.rint(selected_count)
+        following = np.where(silent > 0, LEVEL_OF_MEAN * silent / np.maximum(members, 1), levels)
+        return within_limits(np.divide(selected_sum, total, out=following, where=total > 0))
+
+    def sums(self, selected_sum: np.ndarray, selected_count: np.ndarray, residual: np.ndarray) -> np.ndarray:
+        """What this rank adds to ``following``'s sums, from what ``quantize_pack`` returned: float64[blocks, 3]."""
+        sums = np.zeros((selected_count.size, 3))
+        sums[:, 0], sums[:, 1] = np.minimum(selected_sum, _FLOAT32_MAX), selected_count
+        silent = np.flatnonzero(selected_count == 0)
+        if silent.size:
+            sums[silent, 2] = np.minimum(self._block_sums(residual, silent), _FLOAT32_MAX).astype(np.float32)
+        return sums
+
+    def mean_magnitudes(self, tensor: np.ndarray) -> np.ndarray:
+        """Mean magnitude of each block, float32[blocks], not below ``LOWEST``; elements not finite count as zeros."""
+        finite = np.isfinite(tensor)
+        if not finite.all():
+            tensor = np.where(finite, tensor, np.float32(0))
+        return within_limits(self._block_sums(tensor) / self.block_sizes(tensor.size))
 
     def write_table(self, table: np.ndarray, selected_sum: np.ndarray, selected_count: np.ndarray,
                     residual: np.ndarray) -> None:
@@ -153,6 +179,10 @@ class AdaptiveLevels:
             selected_sum[silent] = np.minimum(self._block_sums(residual, silent), _FLOAT32_MAX)
         np.minimum(selected_sum, _FLOAT32_MAX, out=table["selected_sum"])
         table["selected_count"] = selected_count
+
+    def block_sizes(self, elements: int) -> np.ndarray:
+        """Elements of each block of a tensor, at least 1: the last one may be shorter."""
+        return np.maximum(Layout((elements,), self._block_elements).block_sizes, 1)
 
     def _block_sums(self, values: np.ndarray, blocks: np.ndarray | None = None) -> np.ndarray:
         """Sum of magnitudes, float64, of every block or of the ``blocks`` with these numbers."""

@@ -58,6 +58,13 @@ def refuse_op(hvd: Any, op: Any) -> NoReturn:
                                     "and averaged only; use hvd.Average or hvd.Sum, or leave compression out")
 
 
+def refuse_reducescatter(function: str) -> NoReturn:
+    """Raise UnsupportedOperationError for a collective that would split words by rows."""
+    raise UnsupportedOperationError(f"TwoBit cannot be used with hvd.{function}: codes of several elements share a "
+                                    "word, which cannot be split by the tensor's rows; leave compression out, or use "
+                                    "hvd.allreduce and take this rank's rows")
+
+
 def refuse_dtype(tensor: str, dtype: Any) -> NoReturn:
     """Raise UnsupportedOperationError for a gradient that is not of real floating point numbers."""
     raise UnsupportedOperationError(f"tensor {tensor!r} has a gradient of dtype {dtype}; TwoBit exchanges gradients "

@@ -17,6 +17,7 @@ import numpy as np
 from hvd_twobit import kernels
 from hvd_twobit.kernels import (
     COUNT_BITS,
+    Digits,
     Quantizer,
     Tallies,
     block_count,
@@ -31,6 +32,10 @@ SIZES = [*range(71), 79, 80, 81, *range(1007, 1042), 2047, 2048, 2049, 4096, 410
 """Elements: all parts of words, and what lies around blocks and chunks of 1024."""
 
 RANKS = (0, 1, 2, 3)
+
+DIGITS = (Digits(2, symmetric=True), Digits(8, symmetric=False))
+
+
 def main() -> None:
     """Try all sizes; with an argument, only prove that a touch ends the process."""
     memory = [Guarded() for _ in range(7)]
@@ -45,7 +50,9 @@ def main() -> None:
             _quantize(compiled, definition, random, memory, elements, block_elements, at_end)
             for ranks, equal in itertools.product(RANKS, (True, False)):
                 _unpack(compiled, definition, random, memory, elements, block_elements, ranks, equal, at_end)
-            tried += 1 + 2 * len(RANKS)
+            for digits in DIGITS:
+                _digits(compiled, definition, random, memory, elements, block_elements, digits, at_end)
+            tried += 1 + 2 * len(RANKS) + 2 * len(DIGITS)
         for planes, bits in itertools.product((1, 2), COUNT_BITS):
             _count(compiled, definition, random, memory, elements, planes, bits, at_end)
             _tally(compiled, definition, random, memory, elements, Tallies((1 << (bits - 1)) - 1, planes), bits, at_end)
@@ -124,6 +131,23 @@ def _tally(compiled: Any, definition: Any, random: np.random.Generator, memory: 
     compiled.pack_tallies(placed[0], tallies, words)
     compiled.unpack_tallies(words, tallies, 1, bits, counts)
     _same([words, counts], wanted, (elements, tallies, at_end))
+
+
+def _digits(compiled: Any, definition: Any, random: np.random.Generator, memory: Sequence[Guarded], elements: int,
+            block_elements: int, digits: Digits, at_end: bool) -> None:
+    packed = random.integers(0, 256, packed_nbytes(elements), np.uint8)
+    packed &= 0b10101010 | packed >> np.uint8(1)  # no code 01, which would make whole words NaN
+    level = random.uniform(0.1, 2, block_count(elements, block_elements)).astype(np.float32)
+    levels, out = np.stack([level, -level], axis=-1), np.full(elements, 7, np.float32)
+    words = np.full(digits.word_count(elements), 7.0)
+    wanted, sums = words.copy(), out.copy()
+    definition.pack_digits(packed, digits, wanted)
+    definition.unpack_digits(wanted, digits, 1.0, levels, block_elements, sums, 1 / 3)
+    packed, words, levels, out = (guarded.place(content, at_end)
+                                  for guarded, content in zip(memory, (packed, words, levels, out)))
+    compiled.pack_digits(packed, digits, words)
+    compiled.unpack_digits(words, digits, 1.0, levels, block_elements, out, 1 / 3)
+    _same([words, out], [wanted, sums], (elements, block_elements, digits, at_end))
 
 
 if __name__ == "__main__":

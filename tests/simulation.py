@@ -33,11 +33,11 @@ class SimulatedTensor:
         self._levels = np.array([[pair] for pair in thresholds], np.float32)
 
     def step(self, gradients: Sequence[np.ndarray], scale: float, received: bool = True) -> np.ndarray:
-        """One exchange: float32 gradients of all ranks in, the scaled sum out, flat float32."""
+        """One exchange: float32 gradients of all ranks in, or of the first few, the scaled sum out, flat float32."""
         if self._uncompressed:
             self._uncompressed -= 1
             return uncompressed(gradients, scale).reshape(-1)
-        out, _ = _exchange(self._quantizers, self._levels, self.residuals, gradients, scale)
+        out, _ = _exchange(self._quantizers, self._levels[:len(gradients)], self.residuals, gradients, scale)
         return out
 
 
@@ -60,7 +60,7 @@ class SimulatedAdaptiveTensor:
                         for start in range(0, max(elements, 1), block_elements)]
 
     def step(self, gradients: Sequence[np.ndarray], scale: float, received: bool = True) -> np.ndarray:
-        """One exchange: float32 gradients of all ranks in, the scaled sum out, flat float32.
+        """One exchange: float32 gradients of all ranks in, or of the first few, the scaled sum out, flat float32.
 
         ``received`` tells whether ranks took what came back; what they did not learn from leaves levels as they are.
         """
@@ -89,7 +89,8 @@ class SimulatedAdaptiveTensor:
         count = sum(int(counts[number]) for _, counts in selected)
         if count:
             return self._kept(sum(float(sums[number]) for sums, _ in selected) / count)
-        silent = [np.abs(residual[self._blocks[number]], dtype=np.float64) for residual in self.residuals]
+        taking_part = self.residuals[:len(selected)]
+        silent = [np.abs(residual[self._blocks[number]], dtype=np.float64) for residual in taking_part]
         total = sum(float(np.float32(magnitudes.sum())) for magnitudes in silent)
         return self._kept(2 * total / sum(part.size for part in silent)) if total else self.levels[number]
 
@@ -101,6 +102,45 @@ class SimulatedAdaptiveTensor:
 def uncompressed(gradients: Sequence[np.ndarray], scale: float) -> np.ndarray:
     """What an allreduce returns for gradients whose sum is exact in float32."""
     return np.asarray(np.sum(gradients, axis=0, dtype=np.float32) * np.float32(scale))
+
+
+def summed_once(compression: Any, tensors: Sequence[np.ndarray], scale: float, most_ranks: int) -> np.ndarray:
+    """What ``hvd.allreduce`` returns for float32 tensors of all ranks that are exchanged once, flat float32.
+
+    Args:
+        compression: arguments of TwoBit; None for the class itself.
+        tensors: one of each rank.
+        scale: factor of the sum.
+        most_ranks: ranks of the job; they determine which elements share a word.
+    """
+    flat = [np.ascontiguousarray(tensor, np.float32).reshape(-1) for tensor in tensors]
+    elements = flat[0].size
+    residuals = [np.zeros(elements, np.float32) for _ in flat]
+    if is_adaptive(compression):
+        block_elements = (compression or {}).get("block_elements", 1024)
+        starts = range(0, max(elements, 1), block_elements)
+        means = [np.array([np.mean(np.abs(tensor[start:start + block_elements], dtype=np.float64))
+                           for start in starts], np.float32) for tensor in flat]
+        quantizers = [kernels.Quantizer(block_elements, mean, -mean, mean, -mean) for mean in means]
+        packed = np.zeros((len(flat), kernels.packed_nbytes(elements)), np.uint8)
+        selected = [reference.quantize_pack(*parts) for parts in zip(flat, residuals, packed, quantizers)]
+        total = np.sum([sums.astype(np.float64) for sums, _ in selected], axis=0)
+        count = np.sum([counts for _, counts in selected], axis=0)
+        level = np.array(total / np.maximum(count, 1), np.float32)
+        levels = np.array([np.stack([level, -level], axis=1)] * len(flat))
+        out = np.empty(elements, np.float32)
+        reference.unpack_sum(packed, levels, block_elements, out, scale)
+        return out
+    thresholds = thresholds_of(compression, 0)
+    symmetric = thresholds[0] == -thresholds[1]
+    quantizer = kernels.Quantizer.fixed(*thresholds, elements)
+    levels = np.array([[thresholds]] * len(flat), np.float32)
+    out, _ = _exchange([quantizer] * len(flat), levels, residuals, flat, scale)
+    group = 16 * kernels.Digits(most_ranks, symmetric).per_word
+    for element in np.flatnonzero(np.isnan(out)):
+        start = element // group * group
+        out[start + element % 16:min(start + group, elements):16] = np.nan
+    return out
 
 
 def _exchange(quantizers: Sequence[kernels.Quantizer], levels: np.ndarray, residuals: Sequence[np.ndarray],

@@ -19,9 +19,13 @@ import pytest
 from numba import njit, types
 
 from hvd_twobit import kernels
-from hvd_twobit.kernels import Quantizer, packed_nbytes
+from hvd_twobit.kernels import Digits, Quantizer, packed_nbytes
 
 NUMPY, NUMBA = kernels.load("numpy"), kernels.load("numba")
+
+COMPILED = ("_quantize_blocks", "_unpack_blocks", "_count_codes", "_weigh_counts", "_tally_codes", "_count_digits",
+            "_pack_groups", "_unpack_groups")
+"""The loops that are compiled when the kernels are imported, and cached."""
 
 PRINT_DIGEST = "from tests.test_kernels_numba import NUMBA, digest, inputs; print(digest(NUMBA, *inputs(7)))"
 """A program that compiles or loads the kernels and prints what they compute."""
@@ -38,14 +42,22 @@ def inputs(seed: int, elements: int = 200_003, size: float = 1.0) -> Inputs:
 
 
 def digest(backend, gradient: np.ndarray, residual: np.ndarray, levels: np.ndarray, quantizer: Quantizer) -> str:
-    """Hash of all that the kernels make of the inputs: codes, residual, statistics, sums of one and of three ranks."""
+    """Hash of all that the kernels make of the inputs: codes, residual, statistics, sums of one and of three ranks.
+
+    The latter in both ways: of the ranks' codes, and of digits.
+    """
     residual, out, both = residual.copy(), np.empty_like(residual), np.empty_like(residual)
     packed = np.zeros((3, packed_nbytes(gradient.size)), np.uint8)
     selected = backend.quantize_pack(gradient, residual, packed[0], quantizer)
     packed[1:] = packed[0]
     backend.unpack_sum(packed[:1], levels[:1], quantizer.block_elements, out, 0.75)
     backend.unpack_sum(packed, levels, quantizer.block_elements, both, 0.75)
-    return hashlib.sha256(b"".join(part.tobytes() for part in (residual, packed, *selected, out, both))).hexdigest()
+    digits, of_digits = Digits(3, symmetric=False), np.empty_like(residual)
+    words = np.empty(digits.word_count(gradient.size))
+    backend.pack_digits(packed[0], digits, words)
+    backend.unpack_digits(3 * 0.75 * words, digits, 0.75, levels[0], quantizer.block_elements, of_digits, 0.75)
+    parts = (residual, packed, *selected, out, both, words, of_digits)
+    return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
 
 def test_several_threads_may_call_the_kernels_at_once() -> None:
@@ -55,8 +67,9 @@ def test_several_threads_may_call_the_kernels_at_once() -> None:
 
 
 def test_kernels_release_the_global_interpreter_lock() -> None:
-    """Both loops are compiled to; how long the lock is held cannot be measured reliably on a busy machine."""
-    assert NUMBA._quantize_blocks.targetoptions["nogil"] and NUMBA._unpack_blocks.targetoptions["nogil"]
+    """All loops are compiled to; how long the lock is held cannot be measured reliably on a busy machine."""
+    loops = [loop for name, loop in vars(NUMBA).items() if name in COMPILED]
+    assert len(loops) == len(COMPILED) and all(loop.targetoptions["nogil"] for loop in loops)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere the caller's mode is used as it is")
@@ -84,7 +97,7 @@ def test_processes_that_start_together_share_one_cache(tmp_path) -> None:
                                   stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
     assert outputs == [digest(NUMBA, *inputs(7))] * 2
-    assert len(list(tmp_path.rglob("*.nbi"))) == len(list(tmp_path.rglob("*.nbc"))) == 2
+    assert len(list(tmp_path.rglob("*.nbi"))) == len(list(tmp_path.rglob("*.nbc"))) == len(COMPILED)
 
 
 def test_names_of_cache_files_tell_apart_what_was_compiled_for_another_processor(monkeypatch) -> None:

@@ -29,7 +29,6 @@ MESSAGES = {
     "adasum": UNSUPPORTED.format("Adasum"),
     "adasum_optimizer": UNSUPPORTED.format("Adasum"),
     "minimum": UNSUPPORTED.format("Min"),
-    "plain_allreduce": r"UnsupportedOperationError: .*leave compression out here",
     "complex_gradients": r"UnsupportedOperationError: tensor 'a:0' has a gradient of dtype complex64",
     "residuals_of_another_optimizer": r"ConfigError: SGD has no residuals: it was not made by",
     "residuals_of_a_new_tape": r"ConfigError: the tape has no residuals yet",

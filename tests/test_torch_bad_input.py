@@ -25,7 +25,6 @@ MESSAGES = {
     "minimum": UNSUPPORTED.format("Min"),
     "maximum": UNSUPPORTED.format("Max"),
     "product": UNSUPPORTED.format("Product"),
-    "plain_allreduce": r"UnsupportedOperationError: .*leave compression out here",
     "complex_gradients": r"UnsupportedOperationError: tensor 'complex\.a' has a gradient of dtype torch\.complex64",
     "residuals_of_another_optimizer": r"ConfigError: SGD has no residuals: it was not made by",
     "unknown_argument": r"ConfigError: unknown argument treshold=0\.1 \(did you mean threshold\?\)",

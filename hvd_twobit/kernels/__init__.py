@@ -9,16 +9,19 @@ is the definition (the oracle of the tests), ``"numba"`` the one that training u
     unpack_counts(counts, bits, levels, block_elements, out, scale=1.0) -> None
     pack_tallies(packed, tallies, words) -> bool
     unpack_tallies(words, tallies, contributors, bits, counts) -> None
+    pack_digits(packed, digits, words) -> None
+    unpack_digits(words, digits, divisor, levels, block_elements, out, scale=1.0) -> None
 
 ``pack_counts`` and ``unpack_counts`` are ``unpack_sum`` in two halves with bytes between them: how many ranks sent
-which code, which is what one rank sums for all, and what that means. The last two bring codes into integers that
-Horovod's allreduce can add, and counts out of their sum: see ``Tallies``.
+which code, which is what one rank sums for all, and what that means. The last four bring codes into numbers that
+Horovod's allreduce can add, and counts or levels out of what it made of them: 32-bit integers where it adds and no more
+(``Tallies``), float64 where it also multiplies by factors that the sender does not know (``Digits``).
 
 Arrays are C-contiguous NumPy arrays that the caller allocated, of any length (0 included); only the rows of ``packed``
 and ``counts`` may lie apart, so that payloads are read where they were received.
 
-This file holds what the backends share: ``Quantizer`` and ``Tallies``, the size of packed codes, the codes, and the
-checks of arguments that both make before a loop runs without bounds checks.
+This file holds what the backends share: ``Quantizer``, ``Tallies`` and ``Digits``, the size of packed codes, the codes,
+and the checks of arguments that both make before a loop runs without bounds checks.
 """
 
 from __future__ import annotations
@@ -109,9 +112,7 @@ class Quantizer:
     negative_level: np.ndarray
 
     def __post_init__(self) -> None:
-        if self.block_elements <= 0 or self.block_elements % ELEMENTS_PER_WORD:
-            raise ValueError(f"block_elements must be a positive multiple of {ELEMENTS_PER_WORD}, "
-                             f"not {self.block_elements}")
+        _check_block_elements(self.block_elements)
 
     @classmethod
     def fixed(cls, positive: float, negative: float, elements: int) -> Quantizer:
@@ -175,6 +176,64 @@ class Tallies:
         return ELEMENTS_PER_WORD * (-(-words // self.per_integer))
 
 
+@dataclasses.dataclass(frozen=True)
+class Digits:
+    """How codes become digits of float64 words, so that a sum of the words is the sum of every digit.
+
+    A word is the number ``sum(digit[k] * radix ** k)``. The radix has room for every sum of digits that ``ranks`` ranks
+    can make, so no digit ever carries into the next. Where levels are ``symmetric``, code 11 is the digit 1 and code 10
+    the digit -1, and their sum is a difference of counts, -ranks to ranks; otherwise code 10 is the digit ranks + 1,
+    and the sum tells both counts. Code 01 makes the word NaN, and with it all elements of the word.
+
+    A *group* is ``16 * per_word`` consecutive elements, in 16 words: digit k of word i is element ``16 * k + i`` of the
+    group. The last group is as long as the others; elements that are not there are zero.
+
+    How many digits a word holds: Horovod multiplies before and after it adds, by factors that the sender does not know.
+    With u = 2**-53 and every word at most B, the roundings of the first product (n * u * B), of the additions (at most
+    u * B * (2 + 3 + ... + n)), of the second product, of the factor that the receiver finds and of its division (n * u
+    * B each) are together less than ``u * B * n * (n + 9) / 2``. Where that is not above 1/2, the receiver's rounding
+    to the nearest whole number gives exactly the sum.
+
+    Attributes:
+        ranks: the most ranks that may contribute.
+        symmetric: whether negative levels are the positive ones but for the sign.
+    """
+
+    ranks: int
+    symmetric: bool
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"digits are of one rank or more, not of {self.ranks}")
+
+    @property
+    def negative(self) -> int:
+        """The digit of code 10; that of code 11 is 1."""
+        return -1 if self.symmetric else self.ranks + 1
+
+    @property
+    def middle(self) -> int:
+        """Half way between the lowest and the highest sum of digits."""
+        return 0 if self.symmetric else self.ranks * (self.ranks + 1) // 2
+
+    @property
+    def radix(self) -> int:
+        """Number of different sums of digits, which is odd."""
+        return 2 * self.ranks + 1 if self.symmetric else 2 * self.middle + 1
+
+    @functools.cached_property
+    def per_word(self) -> int:
+        """Digits of a word."""
+        digits, largest = 1, abs(self.negative)
+        while (largest * self.radix + abs(self.negative)) * self.ranks * (self.ranks + 9) <= 2**53:
+            digits, largest = digits + 1, largest * self.radix + abs(self.negative)
+        return digits
+
+    def word_count(self, elements: int) -> int:
+        """Words of a tensor of so many elements."""
+        return ELEMENTS_PER_WORD * (-(-elements // (ELEMENTS_PER_WORD * self.per_word)))
+
+
 def check_quantize_arguments(gradient: np.ndarray, residual: np.ndarray, packed: np.ndarray,
                              quantizer: Quantizer) -> None:
     """Raise ValueError unless the arrays of ``quantize_pack`` fit each other and the quantizer."""
@@ -188,8 +247,7 @@ def check_quantize_arguments(gradient: np.ndarray, residual: np.ndarray, packed:
 
 def check_unpack_arguments(packed: np.ndarray, levels: np.ndarray, block_elements: int, out: np.ndarray) -> None:
     """Raise ValueError unless the arrays of ``unpack_sum`` fit each other."""
-    if block_elements <= 0 or block_elements % ELEMENTS_PER_WORD:
-        raise ValueError(f"block_elements must be a positive multiple of {ELEMENTS_PER_WORD}, not {block_elements}")
+    _check_block_elements(block_elements)
     _check_array("out", out, np.float32, (out.size,))
     _check_rows("packed", packed, packed_nbytes(out.size))
     blocks = block_count(out.size, block_elements)
@@ -210,8 +268,7 @@ def check_unpack_counts_arguments(counts: np.ndarray, bits: int, levels: np.ndar
     """Raise ValueError unless the arrays of ``unpack_counts`` fit each other."""
     if bits not in COUNT_BITS:
         raise ValueError(f"bits must be one of {COUNT_BITS}, not {bits}")
-    if block_elements <= 0 or block_elements % ELEMENTS_PER_WORD:
-        raise ValueError(f"block_elements must be a positive multiple of {ELEMENTS_PER_WORD}, not {block_elements}")
+    _check_block_elements(block_elements)
     _check_array("out", out, np.float32, (out.size,))
     _check_rows("counts", counts, counts_nbytes(packed_nbytes(out.size) // 4, bits))
     _check_planes(counts)
@@ -248,6 +305,30 @@ def _check_rows(name: str, rows: np.ndarray, nbytes: int) -> None:
         raise ValueError(f"{name} is {rows.dtype}{list(rows.shape)}, but must be uint8[rows, {nbytes}]")
     if rows.size and (rows.strides[1] != 1 or rows.strides[0] < 0):
         raise ValueError(f"the rows of {name} must be contiguous and in order of their addresses")
+
+
+def check_pack_digits_arguments(packed: np.ndarray, digits: Digits, words: np.ndarray) -> None:
+    """Raise ValueError unless the arrays of ``pack_digits`` fit each other: words are for the same whole groups."""
+    if packed.size % 4:
+        raise ValueError(f"packed is of {packed.size} bytes, but codes fill whole words of 4 bytes")
+    _check_array("packed", packed, np.uint8, (packed.size,))
+    _check_array("words", words, np.float64, (digits.word_count(4 * packed.size),))
+
+
+def check_unpack_digits_arguments(words: np.ndarray, digits: Digits, levels: np.ndarray, block_elements: int,
+                                  out: np.ndarray) -> None:
+    """Raise ValueError unless the arrays of ``unpack_digits`` fit each other."""
+    _check_block_elements(block_elements)
+    _check_array("out", out, np.float32, (out.size,))
+    _check_array("words", words, np.float64, (digits.word_count(out.size),))
+    _check_array("levels", levels, np.float32, (block_count(out.size, block_elements), 2))
+    if digits.symmetric and not np.array_equal(levels[:, 1], -levels[:, 0], equal_nan=True):
+        raise ValueError("levels are not symmetric, but the digits are")
+
+
+def _check_block_elements(block_elements: int) -> None:
+    if block_elements <= 0 or block_elements % ELEMENTS_PER_WORD:
+        raise ValueError(f"block_elements must be a positive multiple of {ELEMENTS_PER_WORD}, not {block_elements}")
 
 
 def _check_array(name: str, array: np.ndarray, dtype: type, shape: tuple[int, ...]) -> None:

@@ -5,7 +5,7 @@ and ranks. Nothing checks bounds: the checks of arguments in ``__init__`` guard 
 no thread pool and no memory that grows with the gradient, neither reorder nor fuse float32 operations, do not depend
 on whether the calling thread flushes subnormal numbers to zero, and may run in several threads at once.
 
-Importing this module compiles both loops, 3 seconds on one core; the machine code is cached in ``__pycache__`` (or in
+Importing this module compiles all loops, 5 seconds on one core; the machine code is cached in ``__pycache__`` (or in
 Numba's ``NUMBA_CACHE_DIR``) and later processes load it in 0.2 seconds. Where no directory is writable, every process
 compiles. Each loop has exactly one signature, so that processes which start together write identical cache files.
 """
@@ -26,14 +26,17 @@ from numba.core.registry import cpu_target
 from . import (
     ELEMENTS_PER_WORD,
     SUM_CHUNK_ELEMENTS,
+    Digits,
     Quantizer,
     Tallies,
     block_count,
     check_pack_counts_arguments,
+    check_pack_digits_arguments,
     check_quantize_arguments,
     check_tallies_arguments,
     check_unpack_arguments,
     check_unpack_counts_arguments,
+    check_unpack_digits_arguments,
     check_unpack_tallies_arguments,
     vectors,
 )
@@ -46,6 +49,9 @@ from .vectors import (
     load_counts_4,
     load_counts_8,
     load_counts_16,
+    open_words,
+    pop_digits,
+    push_digits,
     quantize_word,
     store_counts_4,
     store_counts_8,
@@ -175,6 +181,44 @@ def unpack_tallies(words: np.ndarray, tallies: Tallies, contributors: int, bits:
     check_unpack_tallies_arguments(words, tallies, contributors, bits, counts)
     _count_digits(words, tallies.per_integer, tallies.multiplier, tallies.shift, tallies.radix,
                   contributors if tallies.planes == 1 else 0, bits, counts)
+
+
+def pack_digits(packed: np.ndarray, digits: Digits, words: np.ndarray) -> None:
+    """Overwrite ``words`` with the digits of packed codes.
+
+    Args:
+        packed: uint8[4 * ceil(n / 16)].
+        digits: see ``Digits``.
+        words: float64[digits.word_count(n)], overwritten with whole numbers, or NaN where code 01 is among them.
+
+    Raises:
+        ValueError: the arrays do not fit each other.
+    """
+    check_pack_digits_arguments(packed, digits, words)
+    _pack_groups(packed, digits.per_word, digits.radix, digits.negative, words)
+
+
+def unpack_digits(words: np.ndarray, digits: Digits, divisor: float, levels: np.ndarray, block_elements: int,
+                  out: np.ndarray, scale: float = 1.0) -> None:
+    """Overwrite ``out`` with the sum of levels that the sum of the ranks' words tells, then scaled.
+
+    Args:
+        words: float64[digits.word_count(n)]: what the ranks' words add up to, times ``divisor``.
+        digits: those of ``pack_digits``.
+        divisor: what is taken out of the words before they are rounded to whole numbers.
+        levels: float32[blocks, 2], the positive and the negative level.
+        block_elements: elements of a block, a multiple of 16.
+        out: float32[n], overwritten.
+        scale: what the float32 sum is multiplied by, in float64 and rounded to float32 once.
+
+    Raises:
+        ValueError: the arrays do not fit each other.
+    """
+    check_unpack_digits_arguments(words, digits, levels, block_elements, out)
+    middles = float(sum(digits.middle * digits.radix ** digit for digit in range(digits.per_word)))
+    group = np.empty(ELEMENTS_PER_WORD * digits.per_word, np.float32)
+    _unpack_groups(words, digits.per_word, digits.radix, digits.negative, digits.middle, middles, divisor, levels,
+                   block_elements, out, scale, group)
 
 
 def _compiled(signature) -> Callable[[Callable], Callable]:
@@ -503,3 +547,61 @@ def _count_digits(words, per_integer, multiplier, shift, radix, offset, bits, co
                     take_digits_8(rest, multiplier, shift, radix, offset, counts, plane, 2 * bits * word)
                 else:
                     take_digits_16(rest, multiplier, shift, radix, offset, counts, plane, 2 * bits * word)
+
+
+@_compiled(types.void(_array(types.uint8, 1, readonly=True), types.int64, types.float64, types.float64,
+                      _array(types.float64, 1)))
+def _pack_groups(packed, per_word, radix, negative, words):
+    """Pack group by group, in each the highest digits first."""
+    digits = (np.float64(0), negative, np.float64(1))
+    environment = enter_ieee()
+    for group in range(words.size // ELEMENTS_PER_WORD):
+        start = group * ELEMENTS_PER_WORD
+        for i in range(start, start + ELEMENTS_PER_WORD):
+            words[i] = 0
+        first = group * per_word
+        for word in range(min(first + per_word, packed.size // 4) - 1, first - 1, -1):
+            push_digits(packed, word, digits, radix, words, start)
+    leave_ieee(environment)
+
+
+@njit
+def _weigh_digits(sums, negative, positive_level, negative_level, scale):
+    """Turn sums of digits into scaled sums of levels, in place; ``negative`` is the digit of code 10."""
+    if negative < 0:
+        for i in range(sums.size):
+            sums[i] = _scaled(sums[i] * positive_level, scale)
+    else:
+        for i in range(sums.size):
+            negatives = np.floor(np.float64(sums[i]) / negative)
+            positives = np.float64(sums[i]) - negatives * negative
+            sums[i] = _scaled(_weigh(np.float32(positives), np.float32(negatives), positive_level, negative_level),
+                              scale)
+
+
+@_compiled(types.void(_array(types.float64, 1, readonly=True), types.int64, types.float64, types.float64,
+                      types.float64, types.float64, types.float64, _array(types.float32, 2, readonly=True),
+                      types.int64, _array(types.float32, 1), types.float64, _array(types.float32, 1)))
+def _unpack_groups(words, per_word, radix, negative, middle, middles, divisor, levels, block_elements, out, scale,
+                   last_group):
+    """Unpack group by group, in each the lowest digits first. ``last_group`` f32[16 * per_word] is scratch."""
+    rest = np.empty(ELEMENTS_PER_WORD, np.float64)
+    inverse = 1 / radix
+    environment = enter_ieee()
+    for group in range(words.size // ELEMENTS_PER_WORD):
+        start = group * per_word * ELEMENTS_PER_WORD
+        stop = min(start + per_word * ELEMENTS_PER_WORD, out.size)
+        whole = stop - start == per_word * ELEMENTS_PER_WORD
+        sums = out[start:stop] if whole else last_group[:-(-(stop - start) // ELEMENTS_PER_WORD) * ELEMENTS_PER_WORD]
+        open_words(words, group * ELEMENTS_PER_WORD, divisor, middles, rest)
+        for i in range(0, sums.size, ELEMENTS_PER_WORD):
+            pop_digits(rest, radix, inverse, middle, sums, i)
+        i = 0
+        while i < sums.size:
+            block = (start + i) // block_elements
+            end = min(sums.size, (block + 1) * block_elements - start)
+            _weigh_digits(sums[i:end], negative, levels[block, 0], levels[block, 1], scale)
+            i = end
+        if not whole:
+            out[start:stop] = sums[:stop - start]
+    leave_ieee(environment)

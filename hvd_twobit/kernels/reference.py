@@ -17,14 +17,17 @@ from . import (
     CODE_ZERO,
     ELEMENTS_PER_WORD,
     SUM_CHUNK_ELEMENTS,
+    Digits,
     Quantizer,
     Tallies,
     block_count,
     check_pack_counts_arguments,
+    check_pack_digits_arguments,
     check_quantize_arguments,
     check_tallies_arguments,
     check_unpack_arguments,
     check_unpack_counts_arguments,
+    check_unpack_digits_arguments,
     check_unpack_tallies_arguments,
 )
 
@@ -206,6 +209,60 @@ def unpack_tallies(words: np.ndarray, tallies: Tallies, contributors: int, bits:
         by_word = np.stack([digit.reshape(-1, ELEMENTS_PER_WORD) for digit in digits], axis=1).reshape(-1)
         values = by_word[:plane.size * 8 // bits].astype(np.int64) - (contributors if tallies.planes == 1 else 0)
         plane[:] = _packed_counts(values, bits)
+
+
+def pack_digits(packed: np.ndarray, digits: Digits, words: np.ndarray) -> None:
+    """Overwrite ``words`` with the digits of packed codes.
+
+    Args:
+        packed: uint8[4 * ceil(n / 16)].
+        digits: see ``Digits``.
+        words: float64[digits.word_count(n)], overwritten with whole numbers, or NaN where code 01 is among them.
+    """
+    check_pack_digits_arguments(packed, digits, words)
+    digit_of = np.zeros(4)
+    digit_of[CODE_POSITIVE], digit_of[CODE_NEGATIVE], digit_of[CODE_NOT_FINITE] = 1, digits.negative, np.nan
+    padded = np.zeros((words.size // ELEMENTS_PER_WORD, digits.per_word, ELEMENTS_PER_WORD))
+    padded.reshape(-1)[:4 * packed.size] = digit_of[_unpack(packed[None])[0]]
+    words[:] = 0
+    for digit in range(digits.per_word):
+        words += padded[:, digit].reshape(-1) * float(digits.radix ** digit)
+
+
+def unpack_digits(words: np.ndarray, digits: Digits, divisor: float, levels: np.ndarray, block_elements: int,
+                  out: np.ndarray, scale: float = 1.0) -> None:
+    """Overwrite ``out`` with the sum of levels that the sum of the ranks' words tells, then scaled.
+
+    With the same levels on all ranks it is to the bit what ``unpack_sum`` makes of the ranks' codes, but for NaN, which
+    takes all elements of its word.
+
+    Args:
+        words: float64[digits.word_count(n)]: what the ranks' words add up to, times ``divisor``.
+        digits: those of ``pack_digits``.
+        divisor: what is taken out of the words before they are rounded to whole numbers.
+        levels: float32[blocks, 2], the positive and the negative level.
+        block_elements: elements of a block, a multiple of 16.
+        out: float32[n], overwritten.
+        scale: what the float32 sum is multiplied by, in float64 and rounded to float32 once.
+    """
+    check_unpack_digits_arguments(words, digits, levels, block_elements, out)
+    sums = np.zeros((words.size // ELEMENTS_PER_WORD, digits.per_word, ELEMENTS_PER_WORD))
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        rest = np.rint(words / divisor) - sum(digits.middle * digits.radix ** digit for digit in range(digits.per_word))
+        for digit in range(digits.per_word):
+            higher = np.rint(rest / digits.radix)
+            sums[:, digit] = (rest - higher * digits.radix + digits.middle).reshape(-1, ELEMENTS_PER_WORD)
+            rest = higher
+        total = sums.reshape(-1)[:out.size]
+        positive, negative = levels[np.arange(out.size) // block_elements].T
+        if digits.symmetric:
+            out[:] = total.astype(np.float32) * positive
+        else:
+            negatives = np.floor(total / digits.negative)
+            positives = total - negatives * digits.negative
+            apart = positives.astype(np.float32) * positive + negatives.astype(np.float32) * negative
+            out[:] = np.where(positive == -negative, (positives - negatives).astype(np.float32) * positive, apart)
+        out[:] = (out.astype(np.float64) * scale).astype(np.float32)
 
 
 def _packed_counts(values: np.ndarray, bits: int) -> np.ndarray:

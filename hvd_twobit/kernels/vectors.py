@@ -31,11 +31,14 @@ _IEEE_MXCSR = 0x1F80
 
 intrinsic: Any = extending.intrinsic  # its annotations do not know that Numba passes the typing context by itself
 
-_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I8, _I32, _I64, _F32, _F64 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 _FLOATS = ir.VectorType(_F32, ELEMENTS_PER_WORD)
+_DOUBLES = ir.VectorType(_F64, ELEMENTS_PER_WORD)
 _WORDS = ir.VectorType(_I32, ELEMENTS_PER_WORD)
 _FLOAT_ALIGNMENT = 1  # bytes: a gradient may lie anywhere in a receive buffer; unaligned loads are as fast
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
+_ROUNDS = 1.5 * 2.0**52
+"""Added to a double of at most 2**51 and taken off again, it leaves the nearest whole number."""
 
 
 def _splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
@@ -123,12 +126,20 @@ def _load_word_values(context, builder: ir.IRBuilder, signature, arguments) -> i
     row = builder.mul(arguments[1], builder.extract_value(packed.strides, 0))
     at = builder.gep(builder.bitcast(packed.data, _I8.as_pointer()),
                      [builder.add(row, builder.shl(arguments[2], _I64(2)))])
+    return _values_of_word(builder, at, arguments[3])
+
+
+def _values_of_word(builder: ir.IRBuilder, at: ir.Value, values: ir.Value) -> ir.Value:
+    """Sixteen numbers: what the codes of the 4 bytes behind an address stand for.
+
+    ``values`` is the tuple of numbers for (00, 10, 11); 01 stands for NaN.
+    """
     word = _splat(builder, builder.load(builder.bitcast(at, _I32.as_pointer()), align=1))
     nothing = _WORDS([0] * ELEMENTS_PER_WORD)
     low = builder.icmp_unsigned("!=", builder.and_(word, _WORDS([1 << shift for shift in SHIFTS])), nothing)
     high = builder.icmp_unsigned("!=", builder.and_(word, _WORDS([2 << shift for shift in SHIFTS])), nothing)
-    zero, negative, positive = (_splat(builder, builder.extract_value(arguments[3], i)) for i in range(3))
-    not_finite = _splat(builder, _F32(float("nan")))
+    zero, negative, positive = (_splat(builder, builder.extract_value(values, i)) for i in range(3))
+    not_finite = _splat(builder, ir.Constant(values.type.element, float("nan")))
     return builder.select(high, builder.select(low, positive, negative), builder.select(low, not_finite, zero))
 
 
@@ -296,6 +307,70 @@ def _take_digits(bits: int) -> Any:
 
 
 take_digits_4, take_digits_8, take_digits_16 = _take_digits(4), _take_digits(8), _take_digits(16)
+
+
+# ---- digits of doubles ---------------------------------------------------------------------------------------------
+
+def _load_doubles(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return builder.load(builder.bitcast(address, _DOUBLES.as_pointer()), align=_FLOAT_ALIGNMENT)
+
+
+def _store_doubles(builder: ir.IRBuilder, doubles: ir.Value, address: ir.Value) -> None:
+    builder.store(doubles, builder.bitcast(address, _DOUBLES.as_pointer()), align=_FLOAT_ALIGNMENT)
+
+
+def _rounded(builder: ir.IRBuilder, doubles: ir.Value) -> ir.Value:
+    """The nearest whole numbers of doubles that are at most 2**51."""
+    rounds = _splat(builder, _F64(_ROUNDS))
+    return builder.fsub(builder.fadd(doubles, rounds), rounds)
+
+
+@intrinsic
+def push_digits(typing_context, packed, word, digits, radix, words, start):
+    """``words[start:start + 16] *= radix``, then the digits of ``packed[4 * word:4 * word + 4]`` are added.
+
+    ``digits`` are the doubles for (00, 10, 11).
+    """
+    def generate(context, builder, signature, arguments):
+        at = _address(context, builder, signature.args[4], arguments[4], builder.shl(arguments[5], _I64(3)))
+        codes = _address(context, builder, signature.args[0], arguments[0], builder.shl(arguments[1], _I64(2)))
+        higher = builder.fmul(_load_doubles(builder, at), _splat(builder, arguments[3]))
+        _store_doubles(builder, builder.fadd(higher, _values_of_word(builder, codes, arguments[2])), at)
+        return context.get_dummy_value()
+
+    return types.void(packed, word, digits, types.float64, words, start), generate
+
+
+@intrinsic
+def open_words(typing_context, words, start, divisor, middle, rest):
+    """``rest[:16] = round(words[start:start + 16] / divisor) - middle``; rest is float64[16]."""
+    def generate(context, builder, signature, arguments):
+        at = _address(context, builder, signature.args[0], arguments[0], builder.shl(arguments[1], _I64(3)))
+        rest_at = _address(context, builder, signature.args[4], arguments[4], _I64(0))
+        _prefetch(builder, at, for_writing=False)
+        whole = _rounded(builder, builder.fdiv(_load_doubles(builder, at), _splat(builder, arguments[2])))
+        _store_doubles(builder, builder.fsub(whole, _splat(builder, arguments[3])), rest_at)
+        return context.get_dummy_value()
+
+    return types.void(words, start, types.float64, types.float64, rest), generate
+
+
+@intrinsic
+def pop_digits(typing_context, rest, radix, inverse, middle, out, start):
+    """Take the lowest digits off ``rest`` float64[16]; with ``middle`` added they go to ``out[start:start + 16]``."""
+    def generate(context, builder, signature, arguments):
+        rest_at = _address(context, builder, signature.args[0], arguments[0], _I64(0))
+        at = _address(context, builder, signature.args[4], arguments[4], builder.shl(arguments[5], _I64(2)))
+        radix, inverse, middle = (_splat(builder, arguments[i]) for i in (1, 2, 3))
+        rest = _load_doubles(builder, rest_at)
+        higher = _rounded(builder, builder.fmul(rest, inverse))
+        digits = builder.fadd(builder.fsub(rest, builder.fmul(higher, radix)), middle)
+        _store_doubles(builder, higher, rest_at)
+        _prefetch(builder, at, for_writing=True)
+        _store_floats(builder, builder.fptrunc(digits, _FLOATS), at)
+        return context.get_dummy_value()
+
+    return types.void(rest, types.float64, types.float64, types.float64, out, start), generate
 
 
 # ---- the floating-point environment --------------------------------------------------------------------------------

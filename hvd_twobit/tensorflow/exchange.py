@@ -28,14 +28,13 @@ import tensorflow as tf
 
 from ..agreement import NBYTES, disagreement
 from ..config import TwoBitConfig
-from ..errors import UnsupportedOperationError
 from ..reduction import Reduction
 from .buffers import aligned_copy
-from .graphs import building_with_xla, collective_name, count_exchange, exchanges_before, held_until
+from .graphs import collective_name, count_exchange, exchanges_before, held_until, refuse_xla
 from .plan import Plan, Tensor, Travel, Unit
 
 # Horovod 0.28.1 has no bfloat16; what is not listed travels as float32.
-_HOROVOD_DTYPES = (tf.float16, tf.float32, tf.float64)
+HOROVOD_DTYPES = (tf.float16, tf.float32, tf.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +78,7 @@ def exchange(settings: Settings, tensors: Sequence[Tensor], gradients: Sequence[
     if not elastic and not (settings.process_set.included() and settings.process_set.size() > 1):
         return list(gradients)
     if not tf.executing_eagerly():
-        if building_with_xla():
-            raise UnsupportedOperationError("jit_compile=True compiles the training step with XLA, and Horovod's "
-                                            "collectives cannot be part of that, with TwoBit or without: leave "
-                                            "jit_compile out")
+        refuse_xla()
         return _Builder(settings, tensors, elastic).build(gradients, loss_scale)
     return _traced(settings, tensors, gradients, loss_scale, elastic)(*gradients, loss_scale)
 
@@ -301,7 +297,7 @@ class _Builder:
 
     def _summed(self, tensors: Sequence[Tensor], gradients: Sequence[tf.Tensor], agreed: tf.Tensor) -> list[tf.Tensor]:
         """What an allreduce returns for gradients of one dtype, in the dtype in which it travels."""
-        wire = tensors[0].dtype if tensors[0].dtype in _HOROVOD_DTYPES else tf.float32
+        wire = tensors[0].dtype if tensors[0].dtype in HOROVOD_DTYPES else tf.float32
         sent = [held_until(agreed, tf.cast(gradient, wire)) for gradient in gradients]
         reduction = self._settings.reduction
         options = dict(op=reduction.op, prescale_factor=reduction.prescale, postscale_factor=reduction.postscale,
@@ -340,7 +336,7 @@ class _Builder:
 
     def _sparse(self, tensor: Tensor, slices: tf.IndexedSlices, agreed: tf.Tensor) -> tf.IndexedSlices:
         """As Horovod reduces ``tf.IndexedSlices``: the slices of all ranks, one after the other."""
-        wire = tensor.dtype if tensor.dtype in _HOROVOD_DTYPES else tf.float32
+        wire = tensor.dtype if tensor.dtype in HOROVOD_DTYPES else tf.float32
         settings = self._settings
         with tf.device(settings.device_sparse):
             values, indices = (

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedOperationError
 from .variables import unique
 
 
@@ -95,10 +95,13 @@ def refuse_argument(variable: tf.Variable) -> None:
         graph = graph.outer_graph
 
 
-def building_with_xla() -> bool:
-    """Whether the graph that is being built is to be compiled by XLA (``jit_compile=True``)."""
+def refuse_xla() -> None:
+    """Raise UnsupportedOperationError while a graph is built that XLA is to compile (``jit_compile=True``)."""
     # No public function tells; TensorFlow 2.15 to 2.18 have this one.
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise UnsupportedOperationError("jit_compile=True compiles the training step with XLA, and Horovod's "
+                                        "collectives cannot be part of that, with TwoBit or without: leave "
+                                        "jit_compile out")
 
 
 def _outermost(graph: Any) -> Any:

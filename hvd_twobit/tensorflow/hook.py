@@ -5,10 +5,15 @@ gradients from ``horovod.tensorflow._make_allreduce_grads_fn``, looked up when t
 and variables. ``install`` replaces it, and four functions that need a check, by functions that do what Horovod does,
 unless the compression is a ``TwoBit``; and the methods of elastic states, see ``elastic``. It refuses a Horovod whose
 functions it does not know.
+
+Horovod's public functions that take ``compression=`` are replaced to refuse an ``op`` that two-bit codes cannot take
+part in, and ``join``, after which ranks have to agree on levels again. Whoever imported such a function before is told
+as well, where it is about to send what ``TwoBit.compress`` made.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Sequence
@@ -17,14 +22,17 @@ from typing import Any
 import horovod
 import horovod._keras as horovod_keras
 import horovod.tensorflow as hvd
+import horovod.tensorflow.mpi_ops as horovod_ops
 import tensorflow as tf
 from horovod.common.elastic import ObjectState
 
+from ..compression import is_twobit
 from ..errors import ConfigError, UnsupportedOperationError
 from ..horovod_form import Expected, check_form, replace
-from ..reduction import Reduction, refuse_op
+from ..reduction import Reduction, refuse_op, refuse_reducescatter
 from ..residuals import ResidualRegistry
 from . import elastic
+from .allreduce import follow_after, holds_words, in_group
 from .compressor import TwoBit
 from .exchange import Settings, exchange
 from .graphs import refuse_argument
@@ -56,6 +64,14 @@ def install() -> None:
     replace(horovod_keras, "load_model", _refuse_keras_3_models)
     for function in (elastic.__init__, elastic.save, elastic.restore, elastic.sync):
         replace(ObjectState, function.__name__, function)
+    for name in ("allreduce", "grouped_allreduce"):
+        replace(hvd, name, _allreduce)
+        replace(hvd, f"_{name}", _allreduce_words)
+    for name in ("reducescatter", "grouped_reducescatter"):
+        replace(hvd, name, _reducescatter)
+        replace(hvd, f"_{name}", _reducescatter_words)
+    replace(horovod_ops, "join", _join)
+    hvd.join = horovod_ops.join
     follow_optimizers()
     hvd._knows_twobit = True
 
@@ -84,7 +100,28 @@ def check_horovod(version: str, tensorflow: Any, keras: Any) -> None:
         Expected(ObjectState, "__init__", ["self", "bcast_object", "get_rank", "kwargs"], ["_bcast_object"]),
         Expected(ObjectState, "save", ["self"]),
         Expected(ObjectState, "restore", ["self"]),
-        Expected(ObjectState, "sync", ["self"], ["_bcast_object"])])
+        Expected(ObjectState, "sync", ["self"], ["_bcast_object"]),
+        *_functions(tensorflow)])
+
+
+def _functions(tensorflow: Any) -> list[Expected]:
+    """The public functions that compress, and those that they hand compressed tensors to."""
+    factors = ["prescale_factor", "postscale_factor"]
+    reduce = ["average", "device_dense", "device_sparse", "compression", "op", *factors]
+    uses = ["compress", "decompress"]
+    return [
+        Expected(tensorflow, "allreduce", ["tensor", *reduce, "name", "process_set", "ignore_name_scope"],
+                 [*uses, "_allreduce"]),
+        Expected(tensorflow, "grouped_allreduce", ["tensors", *reduce, "process_set", "ignore_name_scope", "name"],
+                 [*uses, "_grouped_allreduce"]),
+        Expected(tensorflow, "reducescatter", ["tensor", "device_dense", "compression", "op", "name", "process_set",
+                                               "ignore_name_scope", *factors], [*uses, "_reducescatter"]),
+        Expected(tensorflow, "grouped_reducescatter", ["tensors", "device_dense", "compression", "op", "process_set",
+                                                       *factors], [*uses, "_grouped_reducescatter"]),
+        Expected(tensorflow, "_allreduce", ["tensor", "name", "op", *factors, "ignore_name_scope", "process_set"]),
+        Expected(tensorflow, "_grouped_allreduce", ["tensors", "name", "op", *factors, "ignore_name_scope",
+                                                    "process_set"]),
+        Expected(tensorflow, "join", [])]
 
 
 def residuals_of(optimizer_or_tape: Any) -> ResidualRegistry:
@@ -236,6 +273,48 @@ def _gradient(original: Any, *args: Any, **kwargs: Any) -> Any:
                 "tape.gradient(loss, [variable.value for variable in model.trainable_variables])")
     with gradients_of(given["target"]):
         return original(*args, **kwargs)
+
+
+@tf.autograph.experimental.do_not_convert
+def _allreduce(original: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _arguments(original, args, kwargs)
+    if not is_twobit(given["compression"]):
+        return original(*args, **kwargs)
+    if given["op"] not in (None, hvd.Average, hvd.Sum):
+        refuse_op(hvd, given["op"])
+    with in_group() if "tensors" in given else contextlib.nullcontext():
+        return original(*args, **kwargs)
+
+
+@tf.autograph.experimental.do_not_convert
+def _allreduce_words(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    op = _arguments(original, (tensors, *args), kwargs)["op"]
+    if op not in (hvd.Average, hvd.Sum) and _hold_words(tensors):
+        refuse_op(hvd, op)
+    return original(tensors, *args, **kwargs)
+
+
+@tf.autograph.experimental.do_not_convert
+def _reducescatter(original: Any, *args: Any, **kwargs: Any) -> Any:
+    if is_twobit(_arguments(original, args, kwargs)["compression"]):
+        refuse_reducescatter(original.__name__)
+    return original(*args, **kwargs)
+
+
+@tf.autograph.experimental.do_not_convert
+def _reducescatter_words(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    if _hold_words(tensors):
+        refuse_reducescatter("reducescatter")
+    return original(tensors, *args, **kwargs)
+
+
+@tf.autograph.experimental.do_not_convert
+def _join(original: Any) -> tf.Tensor:
+    return follow_after(original())
+
+
+def _hold_words(tensors: Any) -> bool:
+    return any(map(holds_words, tensors if isinstance(tensors, (list, tuple)) else [tensors]))
 
 
 def _version_of_keras_3(kind: type) -> str | None:

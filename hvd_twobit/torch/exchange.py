@@ -33,7 +33,7 @@ from .transfer import overlap_explained
 Handle = Union[int, Callable[[], Any]]
 
 # Horovod 0.28.1 has no bfloat16; what is not listed travels as float32.
-_HOROVOD_DTYPES = (torch.float16, torch.float32, torch.float64)
+HOROVOD_DTYPES = (torch.float16, torch.float32, torch.float64)
 
 _scratch = threading.local()
 
@@ -118,11 +118,11 @@ class Exchange:
             refuse_dtype(name, gradient.dtype)
         if self._compressed[name]:
             self.residuals.tensor(name, tuple(gradient.shape))  # Or another shape would be taken for the known one.
-            self._pipeline.add(name, _as_flat_float32(gradient).numpy())
+            self._pipeline.add(name, as_flat_float32(gradient).numpy())
             return Pending(self, name, gradient)
         _drain(self._in_flight.pop(name, None))
         wire = gradient.detach()
-        if wire.dtype not in _HOROVOD_DTYPES:
+        if wire.dtype not in HOROVOD_DTYPES:
             wire = wire.float()
         return Pending(self, name, gradient, wire.contiguous())
 
@@ -146,7 +146,7 @@ class Exchange:
             assert received is not None
             self._in_flight.pop(pending.name, None)
             if self._codec.compresses(gradient.numel()):
-                self._codec.observe(pending.name, tuple(gradient.shape), _as_flat_float32(received).numpy(), ranks,
+                self._codec.observe(pending.name, tuple(gradient.shape), as_flat_float32(received).numpy(), ranks,
                                     scale)
             return gradient if received.data_ptr() == gradient.data_ptr() else _write(gradient, received)
         flat = _flat_float32(gradient)
@@ -331,7 +331,7 @@ def _flat_float32(gradient: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def _as_flat_float32(values: torch.Tensor) -> torch.Tensor:
+def as_flat_float32(values: torch.Tensor) -> torch.Tensor:
     """The values as float32[elements]: the tensor's own memory, or a copy in scratch memory."""
     flat = _flat_float32(values)
     if flat is None:

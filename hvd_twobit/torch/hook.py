@@ -6,24 +6,34 @@ compression is a ``TwoBit``: then gradients go through an ``Exchange`` that know
 not the function ``DistributedOptimizer``, works whatever was imported first. ``install`` refuses a Horovod whose
 methods it does not know, instead of finding out during training.
 
+Horovod's public functions that take ``compression=`` are replaced to refuse an ``op`` that two-bit codes cannot take
+part in, and ``join``, after which ranks have to agree on levels again. Whoever imported such a function before is told
+as well, where it is about to send what ``TwoBit.compress`` made.
+
 Three public methods of PyTorch's ``GradScaler`` are replaced likewise: where a scaler meets an optimizer, and changes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import horovod
 import horovod.torch as hvd
+import horovod.torch.mpi_ops as horovod_ops
 import horovod.torch.optimizer as horovod_optimizer
+import numpy as np
 import torch
 
+from .. import named
+from ..compression import NamedCompression, is_twobit
 from ..errors import ConfigError, UnsupportedOperationError
 from ..horovod_form import Expected, check_form, replace
-from ..reduction import refuse_op
+from ..reduction import refuse_op, refuse_reducescatter
 from ..residuals import ResidualRegistry
+from .allreduce import holds_words, in_group
 from .compressor import TwoBit
 from .elastic import register
 from .exchange import Exchange, Handle, Pending
@@ -48,6 +58,15 @@ def install() -> None:
     replace(torch.amp.GradScaler, "unscale_", _scaler_unscale)
     replace(torch.amp.GradScaler, "step", _scaler_step)
     replace(torch.amp.GradScaler, "update", _scaler_update)
+    for name in ("allreduce", "grouped_allreduce"):
+        replace(horovod_ops, name, _allreduce)
+        replace(horovod_ops, f"_{name}_async", _allreduce_async)
+    for name in ("reducescatter", "grouped_reducescatter"):
+        replace(horovod_ops, name, _reducescatter)
+        replace(horovod_ops, f"_{name}_async", _reducescatter_async)
+    replace(horovod_ops, "join", _join)
+    for name in ("allreduce", "grouped_allreduce", "reducescatter", "grouped_reducescatter", "join"):
+        setattr(hvd, name, getattr(horovod_ops, name))
     register()
     optimizer._knows_twobit = True
 
@@ -67,7 +86,26 @@ def check_horovod(version: str, optimizer: type, adasum: type) -> None:
         Expected(optimizer, "synchronize", ["self"], ["_compression", "decompress", "_handles", "_requires_update"]),
         Expected(optimizer, "step", ["self", "closure"], ["_should_synchronize", "synchronize"]),
         Expected(adasum, "__init__", [
-            "self", "params", "named_parameters", "compression", "backward_passes_per_step"])])
+            "self", "params", "named_parameters", "compression", "backward_passes_per_step"]),
+        *_functions(horovod_ops)])
+
+
+def _functions(module: Any) -> list[Expected]:
+    """Those of ``horovod.torch.mpi_ops`` that reduce and compress, and what they call."""
+    reduce = ["average", "name", "compression", "op", "prescale_factor", "postscale_factor", "process_set"]
+    scatter = ["name", "compression", "op", "process_set", "prescale_factor", "postscale_factor"]
+    return [
+        Expected(module, "allreduce", ["tensor", *reduce], ["compress", "decompress"]),
+        Expected(module, "grouped_allreduce", ["tensors", *reduce], ["compress", "decompress"]),
+        Expected(module, "reducescatter", ["tensor", *scatter], ["compress", "decompress"]),
+        Expected(module, "grouped_reducescatter", ["tensors", *scatter], ["compress", "decompress"]),
+        Expected(module, "allreduce_async", ["tensor", *(name for name in reduce if name != "compression")],
+                 ["_allreduce_async"]),
+        Expected(module, "_allreduce_async", ["tensor", "output", "name", "op", *reduce[4:]]),
+        Expected(module, "_grouped_allreduce_async", ["tensors", "outputs", "name", "op", *reduce[4:]]),
+        Expected(module, "_reducescatter_async", ["tensor", "output", *scatter[:1], *scatter[2:]]),
+        Expected(module, "_grouped_reducescatter_async", ["tensors", "outputs", *scatter[:1], *scatter[2:]]),
+        Expected(module, "join", ["device"])]
 
 
 def residuals_of(optimizer: torch.optim.Optimizer) -> ResidualRegistry:
@@ -186,6 +224,58 @@ def _refuse_adasum(original: Any, self: Any, params: Any, named_parameters: Any,
     if TwoBit.instance(compression) is not None:
         refuse_op(hvd, hvd.Adasum)
     original(self, params, named_parameters, compression, *args, **kwargs)
+
+
+def _allreduce(original: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _arguments(original, args, kwargs)
+    compression = given["compression"]
+    if not is_twobit(compression):
+        return original(*args, **kwargs)
+    if given["op"] not in (None, hvd.Average, hvd.Sum):
+        refuse_op(hvd, given["op"])
+    try:
+        with in_group() if "tensors" in given else contextlib.nullcontext():
+            return original(*args, **kwargs)
+    finally:
+        if isinstance(compression, NamedCompression):
+            compression.tensor.abandon()  # Where it failed, that must not be in the way of the next exchange.
+
+
+def _allreduce_async(original: Any, tensors: Any, outputs: Any, name: Any, op: Any, *args: Any) -> Any:
+    if op not in (hvd.Average, hvd.Sum) and _hold_words(tensors):
+        refuse_op(hvd, op)
+    return original(tensors, outputs, name, op, *args)
+
+
+def _reducescatter(original: Any, *args: Any, **kwargs: Any) -> Any:
+    if is_twobit(_arguments(original, args, kwargs)["compression"]):
+        refuse_reducescatter(original.__name__)
+    return original(*args, **kwargs)
+
+
+def _reducescatter_async(original: Any, tensors: Any, *args: Any) -> Any:
+    if _hold_words(tensors):
+        refuse_reducescatter("reducescatter")
+    return original(tensors, *args)
+
+
+def _join(original: Any, *args: Any, **kwargs: Any) -> int:
+    last = original(*args, **kwargs)
+    # An allgather to which one rank alone contributes: TensorFlow's ranks do the same.
+    shared = named.shared_of_all() if hvd.rank() == last else b""
+    gathered = hvd.allgather(torch.from_numpy(np.frombuffer(shared, np.uint8).copy()), name="twobit.join")
+    named.follow(gathered.numpy().tobytes())
+    return last
+
+
+def _hold_words(tensors: Any) -> bool:
+    return any(map(holds_words, tensors if isinstance(tensors, (list, tuple)) else [tensors]))
+
+
+def _arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    given = inspect.signature(function).bind(*args, **kwargs)
+    given.apply_defaults()
+    return given.arguments
 
 
 def _start(self: Any, ps: Sequence[torch.nn.Parameter]) -> list[tuple[Handle, Pending | None]]:

@@ -6,7 +6,13 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
-from tests.scenarios import tensorflow_bad_input, tensorflow_gradients, tensorflow_uses, tensorflow_variables
+from tests.scenarios import (
+    tensorflow_allreduce,
+    tensorflow_bad_input,
+    tensorflow_gradients,
+    tensorflow_uses,
+    tensorflow_variables,
+)
 
 
 def run() -> dict[str, Any]:
@@ -15,5 +21,7 @@ def run() -> dict[str, Any]:
     if hvd.size() == 2:
         results["variables"] = tensorflow_variables.run()
         results["uses"] = tensorflow_uses.run()
+        results["allreduce"] = tensorflow_allreduce.run()
+        results["allreduce_join"] = tensorflow_allreduce.join()
         results["bad_input"] = tensorflow_bad_input.run()
     return results

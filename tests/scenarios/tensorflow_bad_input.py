@@ -114,10 +114,6 @@ def minimum() -> None:
     _gradients(_variables(a=(10,)), op=hvd.Min)
 
 
-def plain_allreduce() -> None:
-    hvd.allreduce(tf.zeros(10), name="plain", compression=TwoBit)
-
-
 def complex_gradients() -> None:
     _gradients({"a": tf.Variable(tf.zeros(10, tf.complex64), name="a")})
 
@@ -223,7 +219,7 @@ def keras_3_variables_on_a_tape() -> None:
 
 
 SCENARIOS: list[Callable[[], None]] = [
-    adasum, adasum_optimizer, minimum, plain_allreduce, complex_gradients, residuals_of_another_optimizer,
+    adasum, adasum_optimizer, minimum, complex_gradients, residuals_of_another_optimizer,
     residuals_of_a_new_tape, residuals_of_two_models, unknown_argument,
     a_variable_as_an_argument, a_variable_as_an_argument_under_autograph, variables_in_a_list_as_an_argument,
     jit_compile_in_fit, jit_compile_of_a_function,

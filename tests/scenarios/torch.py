@@ -6,16 +6,19 @@ from typing import Any
 
 import horovod.torch as hvd
 
-from tests.scenarios import torch_amp, torch_bad_input, torch_optimizer, torch_payloads
+from tests.scenarios import torch_allreduce, torch_amp, torch_bad_input, torch_optimizer, torch_payloads
 
 
 def run() -> dict[str, Any]:
-    """By scenario file, what it returns on this rank; all but the configurations of optimizers run on 2 ranks only."""
-    results: dict[str, Any] = {"optimizer": torch_optimizer.run(list(torch_optimizer.CONFIGURATIONS))}
+    """By scenario file, what it returns on this rank; all but the configurations of optimizers and cases of allreduce
+    run on 2 ranks only."""
+    results: dict[str, Any] = {"optimizer": torch_optimizer.run(list(torch_optimizer.CONFIGURATIONS)),
+                               "allreduce": torch_allreduce.run()}
     if hvd.size() == 2:
         results["amp"] = torch_amp.run(list(torch_amp.CONFIGURATIONS))
         results["payloads"] = torch_payloads.run()
         results["two_optimizers"] = torch_bad_input.two_optimizers()
+        results["allreduce_mistakes"] = torch_allreduce.mistakes()
         results["amp_mistakes"] = torch_amp.mistakes()
         results["bad_input"] = torch_bad_input.run()
     return results

@@ -217,10 +217,6 @@ def product() -> None:
     _optimizer({"product.a": _parameter(10)}, op=hvd.Product)
 
 
-def plain_allreduce() -> None:
-    hvd.allreduce(torch.zeros(10), name="plain", compression=TwoBit)
-
-
 def complex_gradients() -> None:
     parameters = {"complex.a": _parameter(10, dtype=torch.complex64)}
     _optimizer(parameters)
@@ -236,7 +232,7 @@ def unknown_argument() -> None:
 
 
 SCENARIOS: list[Callable[[], None]] = [
-    adasum, minimum, maximum, product, plain_allreduce, complex_gradients, residuals_of_another_optimizer,
+    adasum, minimum, maximum, product, complex_gradients, residuals_of_another_optimizer,
     unknown_argument, duplicate_names, overlapping_optimizers_with_equal_names, another_shape_under_a_known_name,
     another_version_of_payload, another_min_elements, another_min_elements_in_a_group, auto_on_one_rank,
     other_blocks_on_one_rank, another_warm_up, levels_of_another_step, other_groups_on_one_rank, frozen_on_one_rank,

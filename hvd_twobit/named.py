@@ -1,0 +1,163 @@
+"""One tensor with a name of its own: what ``TwoBit(...).named("x")`` keeps from one ``hvd.allreduce`` to the next.
+
+A front end wraps a ``NamedTensor`` in Horovod's ``Compressor``; here is what needs no framework. The first exchange,
+and ``warmup_steps`` more, travel as they are, as float64; later ones as digits, with error feedback.
+
+Ranks that have called ``hvd.join()`` do not see what the others exchange meanwhile, so afterwards their levels are old.
+``shared_of_all`` and ``follow`` bring them up to date: the front ends' hooks call them when ``hvd.join()`` returns.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pickle
+import threading
+import weakref
+
+import numpy as np
+
+from .config import TwoBitConfig
+from .digit_codec import DigitCodec
+from .errors import ConfigError, ResidualError
+from .residuals import ResidualRegistry
+
+Key = tuple[str, int]
+"""A name, and how many were made of that name before: the same on every rank, unlike what is still alive."""
+
+_lock = threading.Lock()
+_made: collections.Counter[str] = collections.Counter()
+_alive: weakref.WeakValueDictionary[Key, NamedTensor] = weakref.WeakValueDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """An exchange that has begun.
+
+    Attributes:
+        number: how many exchanges of this tensor have begun.
+        shape: the tensor's shape.
+        compressed: whether it travels as digits.
+        rank: this rank's number.
+        ranks: number of all ranks.
+    """
+
+    number: int
+    shape: tuple[int, ...]
+    compressed: bool
+    rank: int
+    ranks: int
+
+
+class NamedTensor:
+    """The residual, levels and counters of one tensor that is exchanged again and again.
+
+    Args:
+        name: what it is called in messages and in states.
+        config: checked parameters.
+        warns: whether to log when a fixed threshold does not fit; one rank is enough.
+
+    Attributes:
+        residuals: the registry that holds this tensor alone, for checkpoints.
+
+    Raises:
+        ConfigError: the name is no string, or empty.
+    """
+
+    def __init__(self, name: str, config: TwoBitConfig, warns: bool = True) -> None:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"a tensor's name is a string with at least one character, not {name!r}")
+        self.name = name
+        self.residuals = ResidualRegistry()
+        self._codec = DigitCodec(config, self.residuals, warns=warns)
+        self._number = 0
+        self._under_way: weakref.ref[Sent] | None = None
+        with _lock:
+            _alive[name, _made[name]] = self
+            _made[name] += 1
+
+    def encode(self, shape: tuple[int, ...], values: np.ndarray, rank: int, ranks: int) -> tuple[np.ndarray, Sent]:
+        """Begin an exchange.
+
+        Args:
+            shape: the tensor's shape.
+            values: its elements, flat, of a floating point dtype; not changed.
+            rank: this rank's number.
+            ranks: number of all ranks.
+
+        Returns:
+            The words for the allreduce, overwritten by the next ``encode``, and what ``decode`` wants to know.
+
+        Raises:
+            ResidualError: the tensor had another shape before, or the exchange before has not ended.
+        """
+        if self._under_way is not None and self._under_way() is not None:
+            raise self._twice()
+        compressed = self._codec.ready(self.name, shape)
+        if compressed:
+            with np.errstate(over="ignore"):
+                gradient = np.ascontiguousarray(values, np.float32)
+            words = self._codec.encode(self.name, shape, gradient, rank, ranks)
+        else:
+            words = self._codec.encode_uncompressed(self.name, shape, values, rank, ranks)
+        self._number += 1
+        sent = Sent(self._number, shape, compressed, rank, ranks)
+        self._under_way = weakref.ref(sent)
+        return words, sent
+
+    def decode(self, sent: Sent, words: np.ndarray, out: np.ndarray) -> None:
+        """End an exchange: overwrite ``out`` with the reduced tensor.
+
+        Args:
+            sent: what ``encode`` returned.
+            words: what the allreduce returned.
+            out: the elements, flat, float32 or float64.
+
+        Raises:
+            PayloadError: the words are no sum of this tensor's, or ranks have different levels.
+            ResidualError: another exchange has begun since.
+        """
+        self.abandon()
+        if sent.number != self._number:
+            raise self._twice()
+        if not sent.compressed:
+            with np.errstate(over="ignore"):
+                out[:] = self._codec.decode_uncompressed(self.name, sent.shape, words, sent.rank, sent.ranks)
+            return
+        reduced = out if out.dtype == np.float32 else np.empty(out.size, np.float32)
+        self._codec.decode(self.name, sent.shape, words, sent.rank, sent.ranks, reduced)
+        if reduced is not out:
+            out[:] = reduced
+
+    def abandon(self) -> None:
+        """The exchange under way, if any, has failed or was not begun: another may begin."""
+        self._under_way = None
+
+    def _twice(self) -> ResidualError:
+        return ResidualError(f"tensor {self.name!r} is compressed again while an exchange of it is under way: a name "
+                             "belongs to one tensor; give each tensor its own TwoBit(...).named(...)")
+
+
+def shared_of_all() -> bytes:
+    """What has to be equal on all ranks of every named tensor that is alive here, for ``follow``."""
+    with _lock:
+        alive = sorted(_alive.items())
+    return pickle.dumps({key: tensor.residuals.shared() for key, tensor in alive})
+
+
+def follow(shared: bytes) -> None:
+    """Take over what ``shared_of_all`` returned on one rank; every rank calls this with the same bytes.
+
+    A tensor that rank does not have begins anew everywhere, but for residuals.
+
+    Raises:
+        ResidualError: a tensor has another shape on that rank.
+    """
+    found = pickle.loads(shared)  # From a rank of the same job, as with Horovod's own broadcast_object.
+    with _lock:
+        alive = sorted(_alive.items())
+    for key, tensor in alive:
+        if key in found:
+            tensor.residuals.take_shared(found[key])
+        else:
+            tensor.residuals.forget_levels()

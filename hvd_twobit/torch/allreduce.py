@@ -1,0 +1,127 @@
+"""``hvd.allreduce(tensor, compression=TwoBit)``: a tensor in, the words that Horovod adds, a tensor out.
+
+What words mean is the core's business (``digit_codec``, ``named``); this file brings PyTorch's tensors to it and back,
+whatever their dtype, shape, layout and device, and says which go Horovod's own way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from ..config import TwoBitConfig
+from ..digit_codec import quantize_once, sum_of
+from ..errors import UnsupportedOperationError
+from ..named import NamedTensor, Sent
+from .exchange import HOROVOD_DTYPES, as_flat_float32
+
+_calls = threading.local()
+
+
+@contextlib.contextmanager
+def in_group() -> Iterator[None]:
+    """Within it, every tensor is made one for Horovod's grouped allreduce, whose tensors have one dtype and device."""
+    _calls.grouped = True
+    try:
+        yield
+    finally:
+        _calls.grouped = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """A tensor that travels uncompressed, in another dtype."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def finish(self, received: torch.Tensor) -> torch.Tensor:
+        """The reduced tensor, from what the allreduce returned."""
+        return received.to(device=self.device, dtype=self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summed:
+    """A tensor that travels as words: what Horovod hands back with their sum.
+
+    Attributes:
+        config: parameters of the compression.
+        tensor: what is kept of the tensor; None where it has no name.
+        sent: what began; without a name only its shape and ranks count.
+        dtype: the tensor's.
+        device: the tensor's.
+    """
+
+    config: TwoBitConfig
+    tensor: NamedTensor | None
+    sent: Sent
+    dtype: torch.dtype
+    device: torch.device
+
+    def finish(self, received: torch.Tensor) -> torch.Tensor:
+        """The reduced tensor, from what the allreduce returned."""
+        sent = self.sent
+        uncompressed = torch.float64 if self.dtype == torch.float64 and not sent.compressed else torch.float32
+        out = torch.empty(sent.shape, dtype=uncompressed)
+        flat, words = out.view(-1).numpy(), received.numpy()
+        if self.tensor is None:
+            label = f"without a name, of shape {sent.shape}"
+            sum_of(self.config, words, label, sent.rank, sent.ranks, flat)
+        else:
+            self.tensor.decode(sent, words, flat)
+        return out.to(device=self.device, dtype=self.dtype)
+
+
+def compress(config: TwoBitConfig, tensor: torch.Tensor,
+             named: NamedTensor | None = None) -> tuple[torch.Tensor, Converted | Summed | None]:
+    """What to hand to Horovod's allreduce for a tensor, and what turns its result into the reduced tensor.
+
+    Args:
+        config: parameters of the compression.
+        tensor: the user's tensor. Sparse ones and those that are not of floating point numbers go Horovod's own way, as
+            those with fewer than ``min_elements`` elements do, in a dtype that Horovod has.
+        named: what is kept of the tensor.
+
+    Raises:
+        UnsupportedOperationError: a derivative would be lost.
+    """
+    if not tensor.dtype.is_floating_point or tensor.layout != torch.strided:
+        return tensor, None
+    if tensor.numel() < config.min_elements:
+        if getattr(_calls, "grouped", False):
+            return tensor.to("cpu", torch.float64), Converted(tensor.dtype, tensor.device)
+        if tensor.dtype in HOROVOD_DTYPES:
+            return tensor, None
+        return tensor.float(), Converted(tensor.dtype, tensor.device)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        of = "" if named is None else f" {named.name!r}"
+        raise UnsupportedOperationError(
+            f"the tensor{of} of shape {tuple(tensor.shape)} requires a gradient, and two-bit codes have no derivative, "
+            "so that it would be lost: hand tensor.detach() to hvd.allreduce, or leave compression out")
+    shape, rank, ranks = tuple(tensor.shape), hvd.rank(), hvd.size()
+    if named is None:
+        words = quantize_once(config, as_flat_float32(tensor).numpy(), rank, ranks)
+        sent = Sent(0, shape, True, rank, ranks)
+    else:
+        exact = tensor.dtype == torch.float64
+        values = tensor.detach().reshape(-1).cpu() if exact else as_flat_float32(tensor)
+        words, sent = named.encode(shape, values.numpy(), rank, ranks)
+    wire = torch.from_numpy(words)
+    mark(wire)
+    return wire, Summed(config, named, sent, tensor.dtype, tensor.device)
+
+
+def mark(wire: Any) -> None:
+    """Remember that a tensor holds words, so that ``holds_words`` knows it where Horovod is about to reduce it."""
+    wire._holds_twobit_words = True
+
+
+def holds_words(wire: Any) -> bool:
+    """Whether Horovod is about to reduce words, which it must do with a sum."""
+    return getattr(wire, "_holds_twobit_words", False)
