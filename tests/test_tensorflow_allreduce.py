@@ -94,7 +94,7 @@ def test_keras_allreduce_compresses_as_well(results: list[Any]) -> None:
 def test_ranks_may_join_one_after_the_other() -> None:
     results = results_of("tensorflow", 2, "allreduce_join")
     for name in scenario.JOINING:
-        wanted = scenario.expected_joining(name, 2)
+        wanted = scenario.expected_joining(name, 2, np.float32)
         for rank, result in enumerate(results):
             assert result["last"] == 0
             seen = wanted[:scenario.steps_before_join(rank)] + wanted[-scenario.STEPS_AFTER_JOIN:]

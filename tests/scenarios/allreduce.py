@@ -134,7 +134,7 @@ def expected_named(name: str, ranks: int) -> tuple[list[np.ndarray], SimulatedTe
 
 JOINING = {
     "adaptive": Case(dict(block_elements=256), op="Sum"),
-    "fixed": Case(dict(threshold=0.4)),
+    "fixed, average, a third before": Case(dict(threshold=0.4), prescale=1 / 3),
 }
 
 
@@ -146,11 +146,11 @@ def steps_before_join(rank: int) -> int:
 STEPS_AFTER_JOIN = 3
 
 
-def expected_joining(name: str, ranks: int) -> list[np.ndarray]:
-    """What rank 0 gets in the steps before and after all have joined."""
+def expected_joining(name: str, ranks: int, factors: type = float) -> list[np.ndarray]:
+    """What rank 0 gets in the steps before and after all have joined; ``factors`` as for ``expected``."""
     case = JOINING[name]
     tensor = simulated(case.compression, list(range(ranks)), 43 * 47)
-    scale = 1 / ranks if case.op == "Average" else 1.0
+    scale = float(factors(case.prescale)) / (ranks if case.op == "Average" else 1)
     found = []
     for step in range(steps_before_join(0) + STEPS_AFTER_JOIN):
         active = [rank for rank in range(ranks) if step < steps_before_join(rank) or step >= steps_before_join(0)]

@@ -98,7 +98,8 @@ def join() -> dict[str, Any]:
     def exchange(step: int) -> None:
         for name, compression in compressions.items():
             found[name].append(hvd.allreduce(tf.constant(named_gradient(hvd.rank(), step)), name=f"join.{name}",
-                                             op=getattr(hvd, JOINING[name].op), compression=compression).numpy())
+                                             op=getattr(hvd, JOINING[name].op), compression=compression,
+                                             **JOINING[name].options).numpy())
 
     for step in range(steps_before_join(hvd.rank())):
         exchange(step)

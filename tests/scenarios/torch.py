@@ -11,7 +11,7 @@ from tests.scenarios import torch_allreduce, torch_amp, torch_bad_input, torch_o
 
 def run() -> dict[str, Any]:
     """By scenario file, what it returns on this rank; all but the configurations of optimizers and cases of allreduce
-    run on 2 ranks only."""
+    run on 2 ranks or on 4 only."""
     results: dict[str, Any] = {"optimizer": torch_optimizer.run(list(torch_optimizer.CONFIGURATIONS)),
                                "allreduce": torch_allreduce.run()}
     if hvd.size() == 2:
@@ -21,4 +21,6 @@ def run() -> dict[str, Any]:
         results["allreduce_mistakes"] = torch_allreduce.mistakes()
         results["amp_mistakes"] = torch_amp.mistakes()
         results["bad_input"] = torch_bad_input.run()
+    else:
+        results["allreduce_join"] = torch_allreduce.join()
     return results

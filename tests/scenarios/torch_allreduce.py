@@ -24,12 +24,12 @@ from tests.scenarios.allreduce import (
 
 def run() -> dict[str, Any]:
     """By case, what came back; None where the rank does not take part."""
-    return {"cases": {name: _case(name) for name in CASES}, "named": named()}
+    return {"cases": {name: _case(name) for name in CASES}, "named": named(list(NAMED))}
 
 
-def named() -> dict[str, Any]:
+def named(names: list[str]) -> dict[str, Any]:
     """Named tensors for 20 steps, and what is kept of them then."""
-    return {name: _named(name) for name in NAMED}
+    return {name: _named(name) for name in names}
 
 
 def _case(name: str) -> dict[str, Any] | None:
@@ -77,7 +77,7 @@ def join() -> dict[str, Any]:
         gradient = torch.tensor(named_gradient(hvd.rank(), step))
         for name, compression in compressions.items():
             found[name].append(hvd.allreduce(gradient, name=f"join.{name}", op=getattr(hvd, JOINING[name].op),
-                                             compression=compression).numpy())
+                                             compression=compression, **JOINING[name].options).numpy())
         once.append(hvd.allreduce(torch.ones(2000), name="join.once", compression=TwoBit).numpy())
 
     once: list[np.ndarray] = []
