@@ -26,10 +26,10 @@ from ..reduction import Reduction, refuse_op
 from ..residuals import ResidualRegistry
 from . import elastic
 from .compressor import TwoBit
-from .exchange import Settings, exchange
+from .exchange import exchange
 from .graphs import refuse_argument
 from .loss_scale import follow_optimizers, gradients_of, scale_in_force
-from .plan import describe, groups_of, labels_of
+from .plan import Settings, describe, groups_of, labels_of
 from .variables import VariableResiduals, residuals_of_tapes
 
 _TAPE = "DistributedGradientTape"
