@@ -124,9 +124,9 @@ class Transfer:
             return hvd.allgather(sums, name=collective_name(_KIND, f"sums.{label}"), ignore_name_scope=True,
                                  process_set=self._process_set)
 
-        ways = {"allgather": by_allgather, "sra": by_sra}
-        known = ways.get(self._transports[number])
-        return tf.cond(tf.size(splits) > 1, by_sra, by_allgather) if known is None else known()
+        if self._transports[number] == "auto":
+            return tf.cond(tf.size(splits) > 1, by_sra, by_allgather)
+        return {"allgather": by_allgather, "sra": by_sra}[self._transports[number]]()
 
     def _sum(self, number: int) -> Callable[..., np.ndarray]:
         def summed(received: np.ndarray, splits: np.ndarray, *shapes: np.ndarray) -> np.ndarray:
