@@ -27,7 +27,10 @@ EXPECTED: dict[str, Any] = {
     "a_condition_of_two_exchanges": [0.0, 0.5, 0.5, 0.0],
     "several_tapes_added_up": [0.5, 1.0, 0.5],
     "a_variable_of_two_models": [[0.0, 0.0], [0.5, 0.0], [0.5, 0.0], [0.5]],
+    "models_that_become_one": [[0.0, 0.0], [0.0], [0.5, 0.5, 0.5], [0.0]],
     "variables_created_later": [[0.0], [0.5, 0.0], [0.0, 0.5, 0.0]],
+    # Both variables are in one bucket, which is summed where the step says so.
+    "a_transport_that_changes": [[[0.0, 0.0], [0.5, 0.5]] * 3, ["sra"] * 3, 1],
     "a_model_as_an_argument": [0.0, 0.5],
     "several_steps_per_execution": -1.5,
     # The last two steps have gradients of 0.5 and 0.25.
@@ -54,7 +57,7 @@ def test_every_gradient_is_sent_once_and_in_order(use: str) -> None:
 
 def test_statistics_go_to_tensorboard_on_rank_0() -> None:
     first, second = [result["statistics_for_tensorboard"] for result in results_of("tensorflow", 2, "uses")]
-    nbytes = 32 + 16 + 2048 // 4
+    nbytes = 2 * 8 + 2048 // 4  # Block table and codes.
     assert first == {f"{step} twobit/wide/kernel:0/{name}": value for step, exchanges in ((4, 3), (8, 7))
                      for name, value in (("compressed_exchanges", exchanges), ("nbytes", nbytes))}
     assert second == {}

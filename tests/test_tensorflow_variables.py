@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from .jobs import results_of, waits_for_the_job
+from .scenarios.payloads import SHAPES, STEPS, TRANSPORTS
 from .simulation import assert_same_bits
 
 pytestmark = waits_for_the_job
@@ -114,10 +115,18 @@ def test_nothing_is_left_of_functions_and_variables_that_end(result: dict[str, A
     assert result["traces_of_eager_steps"] <= 0
 
 
-def test_tensorflow_and_pytorch_send_the_same_bytes_for_the_same_gradients(results: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tensorflow_and_pytorch_send_the_same_bytes_for_the_same_gradients(
+        transport: str, results: list[dict[str, Any]]) -> None:
+    buckets = ["twobit.bias", "twobit.wide", "twobit.wide.1024", "twobit.wide.2048"]
+    collectives = {*buckets, *(name.replace("twobit", "twobit.sums") for name in buckets if transport == "sra")}
     for mine, theirs in zip(results, results_of("torch", 2, "payloads")):
-        # Three steps, the first of which is uncompressed.
-        assert len(mine["payloads"]["sent"]) == len(theirs["sent"]) == 2
-        for kind in ("sent", "reduced"):
-            for found, wanted in zip(mine["payloads"][kind], theirs[kind]):
-                assert_same_bits(found, wanted, kind)
+        mine, theirs = mine["payloads"][transport], theirs[transport]
+        assert mine["sent"].keys() == theirs["sent"].keys() == collectives
+        for name in collectives:
+            assert len(mine["sent"][name]) == len(theirs["sent"][name]) == STEPS - 1
+            for found, wanted in zip(mine["sent"][name], theirs["sent"][name]):
+                assert_same_bits(found, wanted, name)
+        for found, wanted in zip(mine["reduced"], theirs["reduced"]):
+            for name in SHAPES:
+                assert_same_bits(found[name], wanted[name], f"reduced {name}")

@@ -17,7 +17,8 @@ _COLLECTIVES = {
     "torch": ("horovod.torch.mpi_ops", ("_allreduce_async", "_grouped_allreduce_async", "_allgather_async",
                                         "_grouped_allgather_async", "_alltoall_async", "_reducescatter_async",
                                         "_grouped_reducescatter_async")),
-    "tensorflow": ("horovod.tensorflow", ("_allreduce", "_grouped_allreduce", "allgather", "grouped_allgather")),
+    "tensorflow": ("horovod.tensorflow", ("_allreduce", "_grouped_allreduce", "allgather", "grouped_allgather",
+                                          "alltoall")),
 }
 
 

@@ -23,7 +23,7 @@ from ..config import TwoBitConfig
 from ..digit_codec import quantize_once, sum_of
 from ..errors import UnsupportedOperationError
 from ..named import NamedTensor, Sent
-from .buffers import aligned_copy, aligned_empty
+from .buffers import aligned_empty
 from .exchange import HOROVOD_DTYPES
 from .graphs import refuse_xla
 
@@ -139,8 +139,9 @@ def compress(config: TwoBitConfig, tensor: Any,
         else:
             with np.errstate(over="ignore"):
                 words = quantize_once(config, np.ascontiguousarray(flat, np.float32), rank, ranks)
-        return (aligned_copy(words.view(np.uint8)).view(np.float64),
-                np.array([number, compressed, rank, ranks], np.int64))
+        sent_words = aligned_empty(words.nbytes).view(np.float64)  # Horovod may still be reading those of before.
+        sent_words[:] = words
+        return sent_words, np.array([number, compressed, rank, ranks], np.int64)
 
     def build(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         wire = tensor if tensor.dtype in HOROVOD_DTYPES else tf.cast(tensor, tf.float32)

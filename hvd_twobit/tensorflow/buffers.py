@@ -18,16 +18,18 @@ _ALIGNMENT = 64
 
 def aligned_empty(nbytes: int) -> np.ndarray:
     """New uint8[nbytes], aligned as TensorFlow wants it."""
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    return _aligned(np.empty(nbytes + _ALIGNMENT, np.uint8))
+
+
+def aligned_zeros(nbytes: int) -> np.ndarray:
+    """New uint8[nbytes] of zeros, aligned as TensorFlow wants it."""
+    return _aligned(np.zeros(nbytes + _ALIGNMENT, np.uint8))
+
+
+def _aligned(memory: np.ndarray) -> np.ndarray:
+    """All but ``_ALIGNMENT`` bytes of memory."""
     start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start:start + nbytes]
-
-
-def aligned_copy(array: np.ndarray) -> np.ndarray:
-    """A copy of a flat uint8 array, aligned as TensorFlow wants it."""
-    copied = aligned_empty(array.size)
-    copied[:] = array
-    return copied
+    return memory[start:start + memory.size - _ALIGNMENT]
 
 
 class _Lent(np.ndarray):

@@ -1,13 +1,8 @@
 """The exchange of gradients as a piece of TensorFlow graph: NumPy functions around Horovod's public collectives.
 
-For each gradient: ``numpy_function`` (encode) -> allgather -> ``numpy_function`` (decode). Python builds this once per
-trace; all that changes from step to step lies behind the NumPy functions, which TensorFlow's threads call. So this file
-must hold nothing of a step in Python, not even when Keras runs eagerly: then the graph is built once as well.
-
-Only ``encode`` is declared stateful, as it changes the residual: TensorFlow runs stateful functions one after the
-other, and so would wait for a tensor's collective before it encoded the next. The others are given inputs that are
-known in the step only, as TensorFlow would call a stateless function of constants, and the collective of its result,
-beforehand.
+Compressed gradients travel in buckets (see ``transfer``), others in Horovod's allreduce. Python builds this once per
+trace; all that changes from step to step lies behind NumPy functions, which TensorFlow's threads call. So nothing of a
+step may be held in Python elsewhere, not even when Keras runs eagerly: then the graph is built once as well.
 
 Every exchange begins with the ranks' agreement (see ``agreement``). It depends on no gradient, so it is under way while
 the model computes, and every collective waits for it: ranks that would send different collectives are told so instead
@@ -17,7 +12,6 @@ decided there, and the graph has both ways.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -27,33 +21,12 @@ import numpy as np
 import tensorflow as tf
 
 from ..agreement import NBYTES, disagreement
-from ..config import TwoBitConfig
-from ..reduction import Reduction
-from .buffers import aligned_copy
 from .graphs import collective_name, count_exchange, exchanges_before, held_until, refuse_xla
-from .plan import Plan, Tensor, Travel, Unit
+from .plan import Load, Plan, Settings, Tensor, Travel, Unit
+from .transfer import Transfer
 
 # Horovod 0.28.1 has no bfloat16; what is not listed travels as float32.
 HOROVOD_DTYPES = (tf.float16, tf.float32, tf.float64)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What the user chose, apart from the variables.
-
-    Attributes:
-        config: checked parameters of the compression.
-        reduction: sum or average.
-        process_set: the ranks that exchange.
-        device_dense: Horovod's ``device_dense``, for what travels uncompressed.
-        device_sparse: Horovod's ``device_sparse``.
-    """
-
-    config: TwoBitConfig
-    reduction: Reduction
-    process_set: hvd.ProcessSet
-    device_dense: str
-    device_sparse: str
 
 
 def exchange(settings: Settings, tensors: Sequence[Tensor], gradients: Sequence[Any],
@@ -118,7 +91,7 @@ class _Builder:
         self._tensors = list(tensors)
         self._elastic = elastic
         self._units = self._alike()
-        self._plan = Plan(settings.config, self._tensors, self._units)
+        self._plan = Plan(settings, self._tensors, self._units, elastic)
 
     def build(self, gradients: Sequence[Any], loss_scale: tf.Tensor | None = None) -> list[Any]:
         """The reduced gradients, symbolically."""
@@ -141,7 +114,8 @@ class _Builder:
                    if unit.travel is Travel.COMPRESSED]
 
         def steady() -> list[list[Any]]:
-            return [self._compressed(*self._of(unit, gradients), agreed) for _, unit in warming]
+            by_position = self._compressed(self._plan.steady, gradients, agreed)
+            return [[by_position[position] for position in unit.positions] for _, unit in warming]
 
         def warming_up() -> list[list[Any]]:
             return [self._one_unit(unit, gradients, agreed, compressed[number]) for number, unit in warming]
@@ -165,8 +139,12 @@ class _Builder:
             return self._plain(tensors, parts, agreed)
         if unit.travel is Travel.SPARSE:
             return [self._sparse(tensor, part, agreed) for tensor, part in zip(tensors, parts)]
-        return list(tf.cond(compressed, lambda: self._compressed(tensors, parts, agreed),
-                            lambda: self._warming_up(tensors, parts, agreed)))
+
+        def in_buckets() -> list[tf.Tensor]:
+            by_position = self._compressed(self._plan.loads_of(unit), gradients, agreed)
+            return [by_position[position] for position in unit.positions]
+
+        return list(tf.cond(compressed, in_buckets, lambda: self._warming_up(tensors, parts, agreed)))
 
     def _of(self, unit: Unit, gradients: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
         return ([self._tensors[position] for position in unit.positions],
@@ -178,7 +156,7 @@ class _Builder:
             reduced[position] = result
 
     def _alike(self) -> list[Unit]:
-        """What one collective can carry, in order of first appearance."""
+        """What one allreduce can carry, in order of first appearance."""
         alike: dict[Any, list[int]] = {}
         for position, tensor in enumerate(self._tensors):
             wire = tensor.dtype if tensor.travel is Travel.PLAIN else None
@@ -248,49 +226,15 @@ class _Builder:
 
     # The ways to travel.
 
-    def _compressed(self, tensors: Sequence[Tensor], gradients: Sequence[tf.Tensor],
-                    agreed: tf.Tensor) -> list[tf.Tensor]:
-        with tf.device("/cpu:0"):
-            sent = [held_until(agreed, self._encode(tensor, gradient)) for tensor, gradient in zip(tensors, gradients)]
-            options = dict(name=collective_name("HorovodAllgather", tensors[0].label), ignore_name_scope=True,
-                           process_set=self._settings.process_set)
-            gathered = [hvd.allgather(sent[0], **options)] if len(sent) == 1 else hvd.grouped_allgather(sent, **options)
-            return [self._decode(*parts) for parts in zip(tensors, gradients, gathered)]
-
-    def _encode(self, tensor: Tensor, gradient: tf.Tensor) -> tf.Tensor:
-        assert tensor.residuals is not None
-        codec, lock = tensor.residuals.codec(self._settings.config), tensor.residuals.lock(tensor.name)
-
-        known = tensor.shape or ()
-
-        def encode(flat: np.ndarray, shape: np.ndarray | None = None) -> np.ndarray:
-            with lock:
-                payload = codec.encode(tensor.name, known if shape is None else tuple(shape.tolist()), flat)
-                # The codec overwrites its memory; Horovod may still be reading that of an exchange before.
-                return aligned_copy(payload)
-
-        inputs = [tf.reshape(tf.cast(gradient, tf.float32), [-1])]
-        payload = tf.numpy_function(encode, inputs if tensor.shape is not None else [*inputs, tf.shape(gradient)],
-                                    tf.uint8)
-        payload.set_shape([None if tensor.shape is None else codec.payload_nbytes(tensor.elements)])
-        return payload
-
-    def _decode(self, tensor: Tensor, gradient: tf.Tensor, gathered: tf.Tensor) -> tf.Tensor:
-        assert tensor.residuals is not None
-        codec, settings = tensor.residuals.codec(self._settings.config), self._settings
-        memory = tensor.residuals.memory(tensor.name)  # Of the variable, not of this trace: there may be many.
-
-        def decode(gathered: np.ndarray, shape: np.ndarray | None = None) -> np.ndarray:
-            # Read anew at every step: an elastic job changes the number of ranks.
-            ranks = settings.process_set.size()
-            known = (tensor.shape or ()) if shape is None else tuple(shape.tolist())
-            out = memory.empty(int(np.prod(known, dtype=np.int64)))
-            codec.decode(tensor.name, known, gathered, ranks, out, settings.reduction.scale(ranks))
-            return out
-
-        out = tf.numpy_function(decode, [gathered] if tensor.shape is not None else [gathered, tf.shape(gradient)],
-                                tf.float32, stateful=False)
-        return tf.cast(tf.reshape(out, tf.shape(gradient) if tensor.shape is None else tensor.shape), tensor.dtype)
+    def _compressed(self, loads: Sequence[Load], gradients: Sequence[Any], agreed: tf.Tensor) -> dict[int, tf.Tensor]:
+        """The reduced gradients by position."""
+        reduced: dict[int, tf.Tensor] = {}
+        for load in loads:
+            transfer = Transfer(self._settings, [self._tensors[position] for position in load.positions], load.buckets,
+                                self._elastic)
+            reduced.update(zip(load.positions,
+                               transfer.build([gradients[position] for position in load.positions], agreed)))
+        return reduced
 
     def _plain(self, tensors: Sequence[Tensor], gradients: Sequence[tf.Tensor], agreed: tf.Tensor) -> list[tf.Tensor]:
         return [tf.cast(part, tensor.dtype) for tensor, part in zip(tensors, self._summed(tensors, gradients, agreed))]

@@ -27,6 +27,7 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState
 
 from ..compression import is_twobit
+from ..config import TRANSPORT_VARIABLE
 from ..errors import ConfigError, UnsupportedOperationError
 from ..horovod_form import Expected, check_form, replace
 from ..reduction import Reduction, refuse_op, refuse_reducescatter
@@ -34,10 +35,10 @@ from ..residuals import ResidualRegistry
 from . import elastic
 from .allreduce import follow_after, holds_words, in_group
 from .compressor import TwoBit
-from .exchange import Settings, exchange
+from .exchange import exchange
 from .graphs import refuse_argument
 from .loss_scale import follow_optimizers, gradients_of, scale_in_force
-from .plan import describe, groups_of, labels_of
+from .plan import Settings, describe, groups_of, labels_of
 from .variables import VariableResiduals, residuals_of_tapes
 
 _TAPE = "DistributedGradientTape"
@@ -224,6 +225,10 @@ def _make_allreduce_grads_fn(original: Any, *args: Any, **kwargs: Any) -> Any:
     compression = TwoBit.instance(given["compression"])
     if compression is None:
         return original(*args, **kwargs)
+    if compression.config.transport == "allreduce":
+        raise UnsupportedOperationError('TwoBit(transport="allreduce") is for optimizers of PyTorch: under TensorFlow '
+                                        'use "auto", "allgather" or "sra" (the environment variable '
+                                        f"{TRANSPORT_VARIABLE} overrides the argument)")
     reduction = Reduction.of(hvd, given["op"], given["gradient_predivide_factor"])
     settings = Settings(compression.config, reduction, given["process_set"], given["device_dense"],
                         given["device_sparse"])

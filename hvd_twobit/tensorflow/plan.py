@@ -1,24 +1,59 @@
 """What is known of gradients before any step, and what is decided about them at the beginning of each.
 
-``describe`` says of one gradient how it may travel; a ``Plan`` says, in a step, which of those that may be compressed
-are, and states that to the other ranks. How they travel then is ``exchange``'s business.
+``describe`` says of one gradient how it may travel; a ``Plan`` puts those that may be compressed into buckets, says in
+a step which of them are, and states that to the other ranks. How they travel then is ``exchange``'s business.
+
+A bucket holds variables of one ``VariableResiduals`` only: one codec, one loss scale. There are several of these only
+where a tape is asked for variables that first appeared in different tapes. As a program asks tapes for gradients in the
+same order on every rank, they are the same on all; where they are not, the agreement tells. In buckets, variables go by
+their labels, which are what ranks have in common.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from horovod.common.util import split_list
 
 from ..agreement import Exchanged, Statement
+from ..buckets import Bucket, Part
 from ..config import TwoBitConfig
-from ..reduction import refuse_dtype
+from ..reduction import Reduction, refuse_dtype
+from ..transports import Planned, plan_buckets, transport_of
 from .variables import VariableResiduals, unique
+
+_ELASTIC_RANKS = 128
+"""The number of ranks for which an elastic job, whose graph outlives its worlds, limits the size of buckets.
+
+It leaves the default size as it is. The limit allows for 2 bytes per element, of which a payload takes about 1/4 where
+tensors are not tiny: it serves nearly 8 times as many ranks. Among so many, ``"auto"`` allgathers no large bucket.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the user chose, apart from the variables.
+
+    Attributes:
+        config: checked parameters of the compression.
+        reduction: sum or average.
+        process_set: the ranks that exchange.
+        device_dense: Horovod's ``device_dense``, for what travels uncompressed.
+        device_sparse: Horovod's ``device_sparse``.
+    """
+
+    config: TwoBitConfig
+    reduction: Reduction
+    process_set: hvd.ProcessSet
+    device_dense: str
+    device_sparse: str
 
 
 class Travel(enum.Enum):
@@ -32,7 +67,7 @@ class Travel(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Gradients that one collective can carry.
+    """Gradients whose kind of travel is decided together, and which one collective can carry uncompressed.
 
     Attributes:
         positions: their places among all that are exchanged.
@@ -77,24 +112,71 @@ class Tensor:
         return self.residuals is None or self.name in self.residuals
 
 
-class Plan:
-    """What a step begins with, on this rank.
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Gradients that are decoded at once: those of one bucket, or one that is cut into several buckets, from all.
 
-    Args:
-        config: checked parameters of the compression.
-        tensors: what is known of the gradients.
-        units: which of them travel together.
+    Attributes:
+        positions: their places among all that are exchanged, in the order in which they lie in the bucket.
+        buckets: what they travel in, parts being named by labels; none where the size of the gradient, the only one, is
+            known in the step only.
     """
 
-    def __init__(self, config: TwoBitConfig, tensors: Sequence[Tensor], units: Sequence[Unit]) -> None:
-        self._config = config
+    positions: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+
+
+class Plan:
+    """Which buckets there may be, and what a step begins with on this rank.
+
+    Args:
+        settings: the user's choices.
+        tensors: what is known of the gradients.
+        units: which of them are decided on together.
+        elastic: whether the number of ranks may change.
+
+    Attributes:
+        steady: the loads of all units of the kind ``COMPRESSED``, where none is in its uncompressed steps any more.
+    """
+
+    def __init__(self, settings: Settings, tensors: Sequence[Tensor], units: Sequence[Unit], elastic: bool) -> None:
+        self._config = settings.config
+        self._process_set = settings.process_set
         self._tensors = tensors
         self._units = units
+        self._most_ranks = _ELASTIC_RANKS if elastic else settings.process_set.size()
+        self.steady = self._loads(position for unit in units if unit.travel is Travel.COMPRESSED
+                                  for position in unit.positions)
+        self._loads_of: dict[Unit, list[Load]] = {}
         self._first_of: dict[int, str] = {}
         for tensor in tensors:
             self._first_of.setdefault(tensor.group, tensor.label)
         self._homes = list(dict.fromkeys(tensor.residuals for tensor in tensors if tensor.residuals is not None))
         self._last: tuple[Any, tuple[Statement, np.ndarray]] | None = None
+
+    def loads_of(self, unit: Unit) -> list[Load]:
+        """The loads of a unit that is compressed while another one is not yet, or that is ``BY_SIZE``."""
+        if unit not in self._loads_of:
+            self._loads_of[unit] = ([Load(unit.positions, ())] if unit.travel is Travel.BY_SIZE
+                                    else self._loads(unit.positions))
+        return self._loads_of[unit]
+
+    def _loads(self, positions: Iterable[int]) -> list[Load]:
+        """Backward computes the last gradient first, so buckets are filled from there."""
+        homes: dict[VariableResiduals | None, list[int]] = {}
+        for position in sorted(positions, reverse=True):
+            homes.setdefault(self._tensors[position].residuals, []).append(position)
+        loads: list[Load] = []
+        for members in homes.values():
+            position_of = {self._tensors[position].label: position for position in members}
+            for planned in plan_buckets(self._config, [(label, self._tensors[position].shape or ())
+                                                       for label, position in position_of.items()], self._most_ranks):
+                parts = planned.bucket.parts
+                if parts[0].start:
+                    loads[-1] = Load(loads[-1].positions, (*loads[-1].buckets, planned.bucket))
+                else:
+                    loads.append(Load(tuple(position_of[part.name] for part in parts), (planned.bucket,)))
+        return loads
 
     def begin_step(self, loss_scale: float) -> None:
         """The steps before count; residuals follow the loss scale, unless it is 0: then nothing is known of one."""
@@ -118,12 +200,27 @@ class Plan:
         remaining = iter(shapes)
         known = [tuple(next(remaining).tolist()) if unit.travel is Travel.BY_SIZE else None for unit in self._units]
         compressed = [self._is_compressed(unit, shape) for unit, shape in zip(self._units, known)]
-        key = (known, compressed)
+        ranks = self._process_set.size()
+        key = (known, compressed, ranks)
         if self._last is None or self._last[0] != key:
             exchanged = [one for unit, shape, yes in zip(self._units, known, compressed)
                          for one in self._exchanged(unit, shape, yes)]
-            self._last = key, (Statement.of(self._config, exchanged), np.array(compressed))
+            buckets = [Planned(bucket, transport_of(self._config, bucket.elements, ranks), ranks)
+                       for bucket in self._buckets(known, compressed)]
+            self._last = key, (Statement.of(self._config, exchanged, buckets, ranks), np.array(compressed))
         return self._last[1]
+
+    def _buckets(self, known: Sequence[tuple[int, ...] | None], compressed: Sequence[bool]) -> Iterator[Bucket]:
+        """The buckets of a step in which these units are compressed, as the graph chooses them."""
+        steady = all(yes for unit, yes in zip(self._units, compressed) if unit.travel is Travel.COMPRESSED)
+        for unit, shape, yes in zip(self._units, known, compressed):
+            if yes and shape is not None:
+                yield bucket_of(self._tensors[unit.positions[0]].label, shape)
+            elif yes and not steady:
+                for load in self.loads_of(unit):
+                    yield from load.buckets
+        for load in self.steady if steady else ():
+            yield from load.buckets
 
     def _is_compressed(self, unit: Unit, shape: tuple[int, ...] | None) -> bool:
         """Whether all tensors of a unit are ready; ``shape`` is given where it is known in the step only."""
@@ -151,6 +248,11 @@ class Plan:
                 unit.travel is Travel.BY_SIZE and self._compresses(tensor, shape))
             stated.append(Exchanged(tensor.label, elements, compressible, compressed, self._first_of[tensor.group]))
         return stated
+
+
+def bucket_of(name: str, shape: Sequence[int]) -> Bucket:
+    """The bucket of a tensor that travels alone, whatever its size."""
+    return Bucket((Part(name, tuple(shape), 0, math.prod(shape)),))
 
 
 def describe(config: TwoBitConfig, gradient: Any, variable: Any, label: str, residuals: VariableResiduals | None,

@@ -27,17 +27,18 @@ class VariableResiduals:
 
     Attributes:
         residuals: the residuals, by the variables' names.
+        lock: held while residuals change.
         functions: the traced exchanges of eager steps, by everything that they depend on; the second part of a key
             are the tensors.
     """
 
     def __init__(self) -> None:
         self.residuals = ResidualRegistry()
+        self.lock = threading.Lock()
         self.functions: dict[tuple[Any, ...], Any] = {}
         self._holders: dict[str, weakref.ref[Any]] = {}
         self._names: dict[int, str] = {}
         self._codecs: dict[TwoBitConfig, Codec] = {}
-        self._locks: dict[str, threading.Lock] = {}
         self._memory: dict[str, Recycled] = {}
 
     def name_of(self, variable: tf.Variable) -> str:
@@ -50,7 +51,6 @@ class VariableResiduals:
         name = unique(variable.name, self._holders)
         self._holders[name] = weakref.ref(variable)
         self._names[id(variable)] = name
-        self._locks[name] = threading.Lock()
         self._memory[name] = Recycled()
         return name
 
@@ -65,20 +65,14 @@ class VariableResiduals:
             self._codecs[config] = Codec(config, self.residuals, warns=hvd.rank() == 0)
         return self._codecs[config]
 
-    def lock(self, name: str) -> threading.Lock:
-        """Held while the residual of a name is changed."""
-        return self._locks[name]
-
     def memory(self, name: str) -> Recycled:
         """Where the gradients of a name are decoded."""
         return self._memory[name]
 
     def _forget_dead(self) -> None:
         for name in [name for name, holder in self._holders.items() if holder() is None]:
-            del self._holders[name], self._locks[name], self._memory[name]
+            del self._holders[name], self._memory[name]
             self.residuals.discard(name)
-            for codec in self._codecs.values():
-                codec.discard(name)
         self._names = {identity: name for identity, name in self._names.items() if name in self._holders}
 
 

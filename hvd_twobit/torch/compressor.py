@@ -42,14 +42,19 @@ class TwoBit(TwoBitParameters, Compressor):
     copy of each is kept. Tell the scaler as ``scaler=`` where residuals are loaded that were saved at another scale. A
     fixed threshold is in the unit of the gradient before it is scaled.
 
+    Transport: tensors travel in buckets, in the order in which backward computes gradients. By ``"allgather"`` a rank
+    receives the codes of all others, which are more the more ranks there are. By ``"sra"`` (scatter-reduce-allgather)
+    each rank sums a part of the bucket for all; what a rank receives does not grow with their number, but that sums are
+    wider from 8 and from 128 ranks on. Both give the same bits. ``"auto"`` takes for each bucket what costs less by a
+    model.
+
     A single tensor: ``hvd.allreduce(tensor, compression=TwoBit)`` and ``hvd.grouped_allreduce`` take it for sums and
     averages. What two bits cannot say is lost there (with the defaults, a relative error of 0.46 for normally
     distributed values), unless the tensor has a name: ``TwoBit(...).named("x")``, which see. With a name or without,
     ``transport`` and ``bucket_cap_mb`` make no difference to it.
 
-    When not to use it: where the link carries a step's gradients in less time than the CPU takes to compress them,
-    with one process (nothing is sent), or with more than 16 ranks, where an allgather of two bits per element receives
-    as many bytes as an fp16 allreduce.
+    When not to use it: where the link carries a step's gradients in less time than the CPU takes to compress them, or
+    with one process (nothing is sent).
 
     Args:
         threshold: ``"auto"``, the default, for levels that adapt; or a number, short for
@@ -59,6 +64,11 @@ class TwoBit(TwoBitParameters, Compressor):
         min_elements: tensors with fewer elements travel uncompressed (default 1024; 0 compresses all, as MXNet does).
         warmup_steps: exchanges in which tensors travel uncompressed (default 0), with adaptive levels after the first.
         block_elements: elements that share an adaptive level, a multiple of 16 (default 1024).
+        transport: ``"auto"``, the default, ``"allgather"``, ``"sra"``, or ``"allreduce"``, by which Horovod's own
+            allreduce adds the codes up; the environment variable HVD_TWOBIT_TRANSPORT overrides it. The same on every
+            rank.
+        bucket_cap_mb: MiB of float32 gradient in a bucket (default 25); a larger tensor is cut into several. The same
+            on every rank.
         scaler: the ``torch.amp.GradScaler`` of this optimizer; see above.
 
     Raises:

@@ -40,7 +40,8 @@ def main(folder: str) -> None:
     hvd.init()
     tf.keras.utils.set_random_seed(os.getpid())
     model = tf.keras.Sequential([tf.keras.layers.Dense(160, "tanh", input_shape=(24,)), tf.keras.layers.Dense(12)])
-    optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.05, momentum=0.9), compression=TwoBit)
+    optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.05, momentum=0.9),
+                                               compression=TwoBit(transport="sra"))
     model.compile(optimizer, "mse")
     optimizer.build(model.trainable_variables)  # Its variables have to be there before they are synchronized.
     residuals = residuals_of(optimizer)

@@ -56,6 +56,18 @@ def auto_on_one_rank() -> None:
     _gradients(_variables(weight=(30, 40)), TwoBit("auto" if hvd.rank() else 0.5, warmup_steps=1))
 
 
+def another_transport() -> None:
+    _gradients(_variables(weight=(30, 40)), TwoBit(0.5, transport="sra" if hvd.rank() else "allgather"))
+
+
+def the_transport_of_pytorch() -> None:
+    _gradients(_variables(weight=(30, 40)), TwoBit(0.5, transport="allreduce"))
+
+
+def another_bucket_cap() -> None:
+    _gradients(_variables(a=(30, 40), b=(30, 40)), TwoBit(0.5, bucket_cap_mb=1 if hvd.rank() else 0.006))
+
+
 def other_groups_on_one_rank() -> None:
     variables = _variables(a=(10,), b=(10,), c=(10,))
     a, b, c = variables.values()
@@ -225,7 +237,8 @@ SCENARIOS: list[Callable[[], None]] = [
     jit_compile_in_fit, jit_compile_of_a_function,
     keras_3, keras_3_by_horovod_tensorflow, keras_3_in_mixed_precision, keras_3_model_loaded,
     keras_3_variables_on_a_tape, another_min_elements, another_min_elements_in_a_function,
-    another_min_elements_in_a_group, another_min_elements_in_fit, auto_on_one_rank, other_groups_on_one_rank,
+    another_min_elements_in_a_group, another_min_elements_in_fit, auto_on_one_rank, another_transport,
+    the_transport_of_pytorch, another_bucket_cap, other_groups_on_one_rank,
     levels_of_another_step, no_gradient_on_one_rank, another_shape_on_one_rank,
     another_size_of_unknown_shape, another_version_of_payload, another_shape_under_a_known_name]
 

@@ -5,6 +5,7 @@ The threshold is 0.5 and every gradient a multiple of 1/8, so that results can b
 
 from __future__ import annotations
 
+import os
 import pathlib
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ import horovod.tensorflow.keras as hvd_keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_twobit import transports
+from hvd_twobit.codec import Codec
 from hvd_twobit.errors import UnsupportedOperationError
 from hvd_twobit.keras import callbacks
 from hvd_twobit.tensorflow import TwoBit, residuals_of
@@ -27,11 +30,12 @@ def run() -> dict[str, Any]:
     functions = [a_function_called_twice_in_another, a_function_traced_before, a_function_traced_in_another_trace,
                  a_loop_that_adds_up, a_loop_that_trains, a_loop_over_a_dataset,
                  several_steps_per_execution, a_condition, a_condition_of_two_exchanges, several_tapes_added_up,
-                 a_variable_of_two_models, variables_created_later, a_model_as_an_argument, fitted_again_and_again,
+                 a_variable_of_two_models, models_that_become_one, variables_created_later,
+                 a_model_as_an_argument, fitted_again_and_again,
                  a_cloned_model, a_layer_used_twice, one_variable_in_mixed_precision, a_train_step_of_the_users_own,
                  two_loss_scales, two_loss_scales_eagerly, a_loss_changed_after_it_was_scaled,
                  two_losses_changed_after_they_were_scaled, an_unscaled_loss_beside_a_scaled_one,
-                 statistics_for_tensorboard, statistics_of_many_steps_per_execution]
+                 a_transport_that_changes, statistics_for_tensorboard, statistics_of_many_steps_per_execution]
     return {function.__name__: function() for function in functions}
 
 
@@ -141,6 +145,14 @@ def a_variable_of_two_models() -> Any:
     return [_first(_reduced(model)) for model in ([shared, first], [shared, second], [second, shared], [first])]
 
 
+def models_that_become_one() -> Any:
+    """Their variables have residuals in two places, and are given to one tape in the end."""
+    models = [[_variable("one"), _variable("another")], [_variable("other")]]
+    sent = [_first(_reduced(model)) for model in models]
+    one, another, other = [*models[0], *models[1]]
+    return [*sent, _first(_reduced([one, other, another])), _first(_reduced([other]))]
+
+
 def variables_created_later() -> Any:
     variables: list[tf.Variable] = []
     sent = []
@@ -148,6 +160,25 @@ def variables_created_later() -> Any:
         variables.append(_variable())
         sent.append(_first(_reduced(variables)))
     return sent
+
+
+def a_transport_that_changes() -> Any:
+    """As when an elastic job grows and shrinks, for which the same graph must do; and how often this rank summed."""
+    variables = [_variable("first"), _variable("second")]
+    chosen, summed = ["allgather"], []
+    originals = transports.choose, Codec.sum
+    transports.choose = lambda elements, ranks, adaptive: chosen[0]
+    Codec.sum = lambda *args: summed.append(chosen[0]) or originals[1](*args)
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        step = tf.function(lambda: _reduced(variables))
+        sent = []
+        for chosen[0] in ("allgather", "sra", "sra", "allgather", "allgather", "sra"):
+            sent.append(_first(step()))
+        return sent, summed, step.experimental_get_tracing_count()
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
+        transports.choose, Codec.sum = originals
 
 
 # Keras. The loss is the sum of outputs, so that the gradient of a kernel is the sum of inputs over the batch.

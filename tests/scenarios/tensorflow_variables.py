@@ -5,10 +5,12 @@ Thresholds are 0.5, and gradients multiples of 1/8, so that results can be told 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pathlib
 import tempfile
 import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -20,6 +22,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from hvd_twobit.errors import ResidualError
 from hvd_twobit.keras import TwoBit as KerasTwoBit
 from hvd_twobit.tensorflow import CheckpointedResiduals, TwoBit, residuals_of
+from tests.scenarios.payloads import ARGUMENTS, SHAPES, STEPS, TRANSPORTS, tensor_of
 from tests.simulation import gradient
 
 EVERYTHING = TwoBit(threshold=0.5, min_elements=0)
@@ -194,34 +197,56 @@ def the_optimizer_of_mixed_precision() -> Any:
 
 
 def payloads() -> Any:
-    """What is handed to Horovod's allgather for known gradients over three steps; compared with PyTorch's."""
-    sent: list[np.ndarray] = []
-    original = hvd.allgather
+    """What is handed to Horovod's allgather and alltoall for known gradients; see ``tests.scenarios.payloads``."""
+    return {transport: _sent(transport) for transport in TRANSPORTS}
 
-    def recording(tensor: tf.Tensor, *args: Any, name: str = "", **kwargs: Any) -> tf.Tensor:
-        if "agreement" not in name:
-            def keep(payload: np.ndarray) -> np.ndarray:
-                sent.append(payload.copy())
-                return payload.copy()
 
-            shape = tensor.shape
-            tensor = tf.numpy_function(keep, [tensor], tf.uint8)
-            tensor.set_shape(shape)
-        return original(tensor, *args, name=name, **kwargs)
-
-    hvd.allgather = recording
-    try:
-        variable = tf.Variable(tf.zeros((37, 61)), name="wide")
+def _sent(transport: str) -> dict[str, Any]:
+    with _recording() as sent:
+        variables = {name: tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()}
 
         @tf.function
-        def step(constant: tf.Tensor) -> Any:
-            return _tape_step(variable, constant, TwoBit())[0]
+        def step(constants: dict[str, tf.Tensor]) -> list[tf.Tensor]:
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(variable * constants[name]) for name, variable in variables.items()])
+            tape = hvd.DistributedGradientTape(tape, compression=TwoBit(transport=transport, **ARGUMENTS))
+            return tape.gradient(loss, list(variables.values()))
 
-        reduced = [step(tf.constant(value)).numpy()
-                   for value in (gradient(0, hvd.rank(), number, "wide", (37, 61)) for number in range(3))]
-    finally:
-        hvd.allgather = original
+        reduced = []
+        for number in range(STEPS):
+            gradients = step({name: tf.constant(gradient(0, hvd.rank(), number, name, shape))
+                              for name, shape in SHAPES.items()})
+            reduced.append({name: value.numpy() for name, value in zip(SHAPES, gradients)})
     return {"sent": sent, "reduced": reduced}
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[dict[str, list[np.ndarray]]]:
+    """What the graphs that are built meanwhile hand to Horovod, by name of the collective."""
+    sent: dict[str, list[np.ndarray]] = {}
+    originals = {function: getattr(hvd, function) for function in ("allgather", "alltoall")}
+
+    def recording(original: Any) -> Any:
+        def record(tensor: tf.Tensor, *args: Any, name: str = "", **kwargs: Any) -> Any:
+            def keep(payload: np.ndarray) -> np.ndarray:
+                sent.setdefault(tensor_of(name), []).append(payload.copy())
+                return payload.copy()
+
+            if tensor_of(name):
+                shape = tensor.shape
+                tensor = tf.numpy_function(keep, [tensor], tf.uint8)
+                tensor.set_shape(shape)
+            return original(tensor, *args, name=name, **kwargs)
+
+        return record
+
+    try:
+        for function, original in originals.items():
+            setattr(hvd, function, recording(original))
+        yield sent
+    finally:
+        for function, original in originals.items():
+            setattr(hvd, function, original)
 
 
 class _Trained:
