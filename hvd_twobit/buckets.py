@@ -3,7 +3,8 @@
 A collective of its own for every tensor costs more than the bytes of most tensors, and one for all cannot begin before
 the last gradient is there. So tensors travel in buckets of a limited size, filled in the order in which backward
 computes gradients. A tensor that is larger than a bucket is cut into several, of which one is compressed while another
-travels. A bucket again may be cut into a chunk per rank. Both cuts are made between blocks.
+travels. Nothing travels while the first bucket is compressed and the last decompressed: these are kept smaller. A
+bucket again may be cut into a chunk per rank. All cuts are made between blocks.
 
 Every rank computes the same from the same tensors.
 
@@ -19,6 +20,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from .kernels import ELEMENTS_PER_WORD
+
+_SMALLER = 4
+"""So many times smaller than others are the first bucket and the ends of a tensor that is cut."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,25 +126,31 @@ def plan(tensors: Iterable[tuple[str, tuple[int, ...]]], cap_elements: int, bloc
     Returns:
         The buckets, in order. A tensor that is cut shares none of its buckets with another one.
     """
+    parts = [Part(name, shape, 0, math.prod(shape)) for name, shape in tensors]
+    small = max(cap_elements // _SMALLER, 1)
     buckets: list[list[Part]] = []
     room = -1
-    for name, shape in tensors:
-        tensor = Part(name, shape, 0, math.prod(shape))
+    for number, tensor in enumerate(parts):
         if tensor.elements > cap_elements:
-            buckets += ([part] for part in _pieces(tensor, cap_elements, block_elements))
+            head, tail = (small if outermost else 0 for outermost in (not buckets, number == len(parts) - 1))
+            buckets += ([part] for part in _pieces(tensor, cap_elements, block_elements, head, tail))
             room = -1
             continue
         if tensor.elements > room:
+            room = cap_elements if buckets else small
             buckets.append([])
-            room = cap_elements
         buckets[-1].append(tensor)
         room -= tensor.elements
-    return [Bucket(tuple(parts)) for parts in buckets]
+    return [Bucket(tuple(bucket)) for bucket in buckets]
 
 
-def _pieces(part: Part, cap_elements: int, block_elements: int) -> list[Part]:
-    """As few parts of about equal size as keep to the cap, which holds one block at least."""
+def _pieces(part: Part, cap_elements: int, block_elements: int, head: int, tail: int) -> list[Part]:
+    """A first and a last part of so many elements, a block at least or nothing; between, few parts of equal size."""
     blocks = -(-part.elements // block_elements)
-    count = -(-blocks // max(1, cap_elements // block_elements))
-    edges = [min(blocks * number // count * block_elements, part.elements) for number in range(count + 1)]
-    return [dataclasses.replace(part, start=start, stop=stop) for start, stop in zip(edges, edges[1:])]
+    first, last = (-(-elements // block_elements) for elements in (head, tail))
+    middle = max(0, blocks - first - last)
+    count = -(-middle // max(1, cap_elements // block_elements))
+    edges = [0, *(first + middle * number // max(1, count) for number in range(count + 1)), blocks]
+    elements = [min(edge * block_elements, part.elements) for edge in edges]
+    return [dataclasses.replace(part, start=start, stop=stop) for start, stop in zip(elements, elements[1:])
+            if start < stop]

@@ -60,14 +60,24 @@ def test_chunks_hold_every_element_once_and_are_cut_between_blocks(elements: lis
     assert max(words) - sum(words) / count <= block // 16 + 1
 
 
+def sizes_of(elements: list[int], cap: int, block: int) -> list[tuple[str, int]]:
+    return [(bucket.name, bucket.elements) for bucket in plan(tensors(elements), cap, block)]
+
+
 def test_a_tensor_larger_than_a_bucket_is_cut_into_equal_parts_and_shares_none() -> None:
-    buckets = plan([("a", (100,)), ("w", (50, 100)), ("b", (100,))], 2100, 16)
-    assert [(bucket.name, bucket.elements) for bucket in buckets] == [
-        ("a", 100), ("w", 1664), ("w.1664", 1664), ("w.3328", 1672), ("b", 100)]
+    assert sizes_of([100, 5000, 100], 2100, 16) == [
+        ("w0", 100), ("w1", 1664), ("w1.1664", 1664), ("w1.3328", 1672), ("w2", 100)]
+
+
+def test_the_first_bucket_and_the_ends_of_a_cut_tensor_are_a_quarter() -> None:
+    assert sizes_of([300, 300, 300, 300], 2000, 16) == [("w0", 300), ("w1", 900)]
+    assert sizes_of([5000], 2000, 16) == [("w0", 512), ("w0.512", 1984), ("w0.2496", 2000), ("w0.4496", 504)]
+    assert sizes_of([5000, 10], 2000, 16) == [("w0", 512), ("w0.512", 1488), ("w0.2000", 1504), ("w0.3504", 1496),
+                                              ("w1", 10)]
 
 
 def test_a_part_of_a_cut_bucket_may_be_cut_again() -> None:
-    *_, last = plan([("w", (5000,))], 2100, 16)
+    *_, last, _ = plan([("v", (1,)), ("w", (5000,)), ("x", (1,))], 2100, 16)
     assert [[(part.start, part.stop) for part in chunk] for chunk in last.chunks(3, 16)] == [
         [(3328, 3888)], [(3888, 4448)], [(4448, 5000)]]
 
