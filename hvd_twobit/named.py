@@ -2,32 +2,20 @@
 
 A front end wraps a ``NamedTensor`` in Horovod's ``Compressor``; here is what needs no framework. The first exchange,
 and ``warmup_steps`` more, travel as they are, as float64; later ones as digits, with error feedback.
-
-Ranks that have called ``hvd.join()`` do not see what the others exchange meanwhile, so afterwards their levels are old.
-``shared_of_all`` and ``follow`` bring them up to date: the front ends' hooks call them when ``hvd.join()`` returns.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import pickle
-import threading
 import weakref
 
 import numpy as np
 
+from . import joining
 from .config import TwoBitConfig
 from .digit_codec import DigitCodec
 from .errors import ConfigError, ResidualError
 from .residuals import ResidualRegistry
-
-Key = tuple[str, int]
-"""A name, and how many were made of that name before: the same on every rank, unlike what is still alive."""
-
-_lock = threading.Lock()
-_made: collections.Counter[str] = collections.Counter()
-_alive: weakref.WeakValueDictionary[Key, NamedTensor] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +60,7 @@ class NamedTensor:
         self._codec = DigitCodec(config, self.residuals, warns=warns)
         self._number = 0
         self._under_way: weakref.ref[Sent] | None = None
-        with _lock:
-            _alive[name, _made[name]] = self
-            _made[name] += 1
+        joining.track(name, self.residuals)
 
     def encode(self, shape: tuple[int, ...], values: np.ndarray, rank: int, ranks: int) -> tuple[np.ndarray, Sent]:
         """Begin an exchange.
@@ -136,28 +122,3 @@ class NamedTensor:
     def _twice(self) -> ResidualError:
         return ResidualError(f"tensor {self.name!r} is compressed again while an exchange of it is under way: a name "
                              "belongs to one tensor; give each tensor its own TwoBit(...).named(...)")
-
-
-def shared_of_all() -> bytes:
-    """What has to be equal on all ranks of every named tensor that is alive here, for ``follow``."""
-    with _lock:
-        alive = sorted(_alive.items())
-    return pickle.dumps({key: tensor.residuals.shared() for key, tensor in alive})
-
-
-def follow(shared: bytes) -> None:
-    """Take over what ``shared_of_all`` returned on one rank; every rank calls this with the same bytes.
-
-    A tensor that rank does not have begins anew everywhere, but for residuals.
-
-    Raises:
-        ResidualError: a tensor has another shape on that rank.
-    """
-    found = pickle.loads(shared)  # From a rank of the same job, as with Horovod's own broadcast_object.
-    with _lock:
-        alive = sorted(_alive.items())
-    for key, tensor in alive:
-        if key in found:
-            tensor.residuals.take_shared(found[key])
-        else:
-            tensor.residuals.forget_levels()

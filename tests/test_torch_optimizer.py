@@ -9,6 +9,7 @@ import pytest
 
 from .jobs import results_of, waits_for_the_job
 from .scenarios import torch_optimizer as scenario
+from .scenarios.allreduce import STEPS_AFTER_JOIN, steps_before_join
 from .simulation import assert_same_bits
 
 pytestmark = waits_for_the_job
@@ -45,6 +46,20 @@ def test_all_ranks_hold_identical_weights_afterwards(name: str, results: list[An
         for key in first:
             if key.startswith("weight"):
                 assert_same_bits(other[key], first[key], key)
+
+
+@pytest.mark.parametrize("name", scenario.JOINING)
+def test_ranks_may_join_at_different_times_and_go_on_with_equal_levels(name: str) -> None:
+    results = results_of("torch", 4, "optimizer_join")
+    steps, tensor = scenario.expected_join(name, len(results))
+    for rank, result in enumerate(results):
+        seen = steps[:steps_before_join(rank)] + steps[-STEPS_AFTER_JOIN:]
+        assert len(result[name]["steps"]) == len(seen)
+        for number, (found, wanted) in enumerate(zip(result[name]["steps"], seen)):
+            for key in wanted:
+                assert_same_bits(found[key], wanted[key], f"exchange {number}, rank {rank}, {key}")
+        assert_same_bits(result[name]["residual"].reshape(-1), tensor.residuals[rank], f"residual, rank {rank}")
+        assert_same_bits(result[name]["levels"], np.array(tensor.levels, np.float32), f"levels, rank {rank}")
 
 
 def exchanging(name: str, results: list[Any]) -> list[Any]:

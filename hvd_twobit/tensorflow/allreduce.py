@@ -18,7 +18,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from .. import named
+from .. import joining
 from ..config import TwoBitConfig
 from ..digit_codec import quantize_once, sum_of
 from ..errors import UnsupportedOperationError
@@ -165,10 +165,10 @@ def holds_words(wire: Any) -> bool:
 def follow_after(last: tf.Tensor) -> tf.Tensor:
     """``last``, the rank that joined last, when all ranks have taken over its levels; see ``named``."""
     def shared(last: np.ndarray) -> np.ndarray:
-        return np.frombuffer(named.shared_of_all() if last == hvd.rank() else b"", np.uint8).copy()
+        return np.frombuffer(joining.shared_of_all() if last == hvd.rank() else b"", np.uint8).copy()
 
     def follow(gathered: np.ndarray) -> np.ndarray:
-        named.follow(gathered.tobytes())
+        joining.follow(gathered.tobytes())
         return np.zeros((), np.int32)
 
     with tf.device("/cpu:0"):

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+from .. import joining
 from ..agreement import Exchanged, Statement, disagreement
 from ..codec import Codec
 from ..config import TwoBitConfig
@@ -75,6 +76,8 @@ class Exchange:
 
         The same on every rank. A group is named after its first tensor.
         """
+        if self._config.transport == "allreduce":
+            joining.track(f"optimizer of {tensors[0][0] if tensors else ''}", self.residuals)
         for name, tensor, group in tensors:
             self._order.append(name)
             if self._codec.compresses(tensor.numel()):

@@ -27,7 +27,7 @@ import horovod.torch.optimizer as horovod_optimizer
 import numpy as np
 import torch
 
-from .. import named
+from .. import joining
 from ..compression import NamedCompression, is_twobit
 from ..errors import ConfigError, UnsupportedOperationError
 from ..horovod_form import Expected, check_form, replace
@@ -262,9 +262,9 @@ def _reducescatter_async(original: Any, tensors: Any, *args: Any) -> Any:
 def _join(original: Any, *args: Any, **kwargs: Any) -> int:
     last = original(*args, **kwargs)
     # An allgather to which one rank alone contributes: TensorFlow's ranks do the same.
-    shared = named.shared_of_all() if hvd.rank() == last else b""
+    shared = joining.shared_of_all() if hvd.rank() == last else b""
     gathered = hvd.allgather(torch.from_numpy(np.frombuffer(shared, np.uint8).copy()), name="twobit.join")
-    named.follow(gathered.numpy().tobytes())
+    joining.follow(gathered.numpy().tobytes())
     return last
 
 

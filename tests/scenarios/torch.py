@@ -23,4 +23,5 @@ def run() -> dict[str, Any]:
         results["bad_input"] = torch_bad_input.run()
     else:
         results["allreduce_join"] = torch_allreduce.join()
+        results["optimizer_join"] = torch_optimizer.join()
     return results

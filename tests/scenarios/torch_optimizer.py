@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hvd_twobit.torch import TwoBit, residuals_of
+from tests.scenarios.allreduce import STEPS_AFTER_JOIN, named_gradient, steps_before_join
 from tests.simulation import gradient, simulated, uncompressed, uncompressed_steps
 
 STEPS = 20
@@ -136,6 +137,10 @@ CONFIGURATIONS = {
 }
 
 
+JOINING: dict[str, Mapping[str, Any]] = {"join, adaptive levels": {}, "join, a fixed threshold": dict(threshold=0.4)}
+"""Optimizers whose ranks join at different times: arguments of TwoBit."""
+
+
 def _min_elements(configuration: Configuration) -> int:
     arguments = configuration.compression
     return ((arguments[0] if isinstance(arguments, list) else arguments) or {}).get("min_elements",
@@ -254,6 +259,45 @@ def _run(configuration: Configuration, subset: Any) -> dict[str, Any]:
         (model.zero_grad(set_to_none=False) if configuration.keep_zeros else optimizer.zero_grad())
     state = residuals_of(optimizer).state_dict()
     return {"steps": steps, "residuals": state["residuals"], "levels": state["levels"]}
+
+
+def join() -> dict[str, Any]:
+    """Ranks run out of data one after the other, and go on together when all have: with an optimizer each."""
+    return {name: _join(name, arguments) for name, arguments in JOINING.items()}
+
+
+def _join(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    wide, tiny = torch.nn.Parameter(torch.zeros(43, 47)), torch.nn.Parameter(torch.zeros(5))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([wide, tiny], lr=LEARNING_RATE), compression=TwoBit(**arguments, transport="allreduce"),
+        named_parameters=[(f"{name}.wide", wide), (f"{name}.tiny", tiny)])
+    found = []
+
+    def train(step: int) -> None:
+        ((wide * torch.from_numpy(named_gradient(hvd.rank(), step))).sum() + tiny.sum()).backward()
+        optimizer.step()
+        found.append({"wide": _as_float(wide.grad), "tiny": _as_float(tiny.grad)})
+        optimizer.zero_grad()
+
+    for step in range(steps_before_join(hvd.rank())):
+        train(step)
+    hvd.join()
+    for step in range(steps_before_join(0), steps_before_join(0) + STEPS_AFTER_JOIN):
+        train(step)
+    state = residuals_of(optimizer).state_dict()
+    return {"steps": found, "residual": state["residuals"][f"{name}.wide"],
+            "levels": state["levels"].get(f"{name}.wide", np.zeros(0, np.float32))}
+
+
+def expected_join(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], Any]:
+    """What each step reduces, and the simulated tensor: only ranks with data contribute, but all count."""
+    tensor = simulated(JOINING[name], range(size), 43 * 47)
+    steps = []
+    for step in range(steps_before_join(0) + STEPS_AFTER_JOIN):
+        active = [rank for rank in range(size) if step < steps_before_join(rank) or step >= steps_before_join(0)]
+        wide = tensor.step([named_gradient(rank, step) for rank in active], 1 / size).reshape(43, 47)
+        steps.append({"wide": wide, "tiny": np.full(5, len(active) / size, np.float32)})
+    return steps, tensor
 
 
 def _as_float(tensor: torch.Tensor) -> np.ndarray:
