@@ -11,9 +11,8 @@ answer there, and ``hvd-twobit plan`` prints what the rest says.
 - ``sra``: every rank sums up one chunk, of whole blocks. The payloads of that chunk from n-1 ranks (alltoall), then the
   exact sums of n-1 chunks (allgather): fields of f bits, 4 for n <= 7, 8 for n <= 127, 16 for more, as a field has to
   hold -n to n and NaN; a float32 per block, the next level, where levels are adaptive; 32 bytes of header.
-- ``allreduce``: ring allreduce of float64 words. A word holds as many digits of 2n+1 values as stay exact through sums
-  and Horovod's scaling (``digits_per_word``); a tail has a word per rank, one more, and, where levels are adaptive, two
-  per block.
+- ``allreduce``: ring allreduce of 32-bit integers, of as many digits of 2n+1 values as fit (``kernels.Tallies``), with
+  a header per rank, an integer per block and, where levels are adaptive, two more per block and rank.
 
 **Seconds of a collective** are bytes / bandwidth + rounds * latency + ``cycle_s``, where bandwidth is the link's, or
 that of the processor's TCP if it is less. As Horovod 0.28.1 does it on Gloo:
@@ -56,6 +55,7 @@ from typing import Any
 
 from .config import DEFAULT_BLOCK_ELEMENTS
 from .errors import ConfigError
+from .kernels import ELEMENTS_PER_WORD, Tallies
 from .payload import HEADER_NBYTES, Layout
 
 UNCOMPRESSED = ("fp32", "fp16")
@@ -131,8 +131,8 @@ class Processor:
         unpack_s: per element, what ``unpack_sum`` takes whatever the number of payloads; with the next,
             7.4, 11.8, 16.2, 26.6 ms for 1, 2, 4, 8 payloads of 25.6 million elements (``bench kernels``).
         unpack_payload_s: per element and payload, what ``unpack_sum`` takes for each.
-        digits_s: per element, into the words of ``allreduce`` and out of them: 44 ms for 25.6 million elements of 4
-            ranks, on a busy machine.
+        digits_s: per element, into the integers of ``allreduce`` and out of them: ``pack_tallies`` 3.9 ms,
+            ``unpack_tallies`` 15.5 ms and ``unpack_counts`` 8.3 ms of processor time for 25.6 million elements.
     """
 
     cycle_s: float = 1e-3
@@ -144,7 +144,7 @@ class Processor:
     quantize_s: float = 0.36e-9
     unpack_s: float = 0.25e-9
     unpack_payload_s: float = 0.10e-9
-    digits_s: float = 1.7e-9
+    digits_s: float = 1.08e-9
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -193,7 +193,7 @@ class _Bucket:
 
 
 def choose(elements: int, ranks: int, *, adaptive: bool = True, link: Link = DEFAULT_LINK) -> str:
-    """The transport that ``transport="auto"`` takes for one bucket: the cheaper of ``"allgather"`` and ``"sra"``.
+    """The transport that ``transport="auto"`` takes for one bucket: the cheapest.
 
     Every rank gets the same answer, as nothing but the arguments and constants of this file counts. The default
     ``link`` serves where the real one is not known: both transports wait for the same kind of rounds and carry the same
@@ -201,7 +201,7 @@ def choose(elements: int, ranks: int, *, adaptive: bool = True, link: Link = DEF
 
     Args:
         elements: of the bucket, 0 or more.
-        ranks: number of ranks, 1 or more; up to 2 it is always the allgather.
+        ranks: number of ranks, 1 or more.
         adaptive: whether levels follow the gradient.
         link: the network between ranks.
 
@@ -210,11 +210,14 @@ def choose(elements: int, ranks: int, *, adaptive: bool = True, link: Link = DEF
     """
     _check_count("elements", elements, 0)
     _check_count("ranks", ranks, 1)
-    if ranks <= 2 or ranks > MAX_RANKS:
+    if ranks == 1 or ranks > MAX_RANKS:
         return "allgather"
-    allgather, sra = (_TWOBIT[transport](elements, ranks, adaptive, link, DEFAULT_PROCESSOR)
-                      for transport in ("allgather", "sra"))
-    return "sra" if sra.exchange_s + sra.compute_s < allgather.exchange_s + allgather.compute_s else "allgather"
+
+    def seconds(transport: str) -> float:
+        bucket = _TWOBIT[transport](elements, ranks, adaptive, link, DEFAULT_PROCESSOR)
+        return bucket.exchange_s + bucket.compute_s
+
+    return min(TRANSPORTS, key=seconds)
 
 
 def cost(method: str, elements: int, ranks: int, *, adaptive: bool = True, link: Link = DEFAULT_LINK,
@@ -261,19 +264,6 @@ def field_bits(ranks: int) -> int:
     return 4 if ranks <= 7 else 8 if ranks <= 127 else 16
 
 
-def digits_per_word(ranks: int) -> int:
-    """Digits of 2 ranks + 1 values, -ranks to ranks, in a float64 of ``allreduce``.
-
-    With rounding errors of u = 2**-53 of words of at most B in each product and addition, those of Horovod's scaling
-    before, of n - 1 additions and of its scaling after are together less than u B n (n + 9) / 2. Where that is at most
-    1/2, rounding gives every sum exactly.
-    """
-    digits, largest = 1, 1
-    while (largest * (2 * ranks + 1) + 1) * ranks * (ranks + 9) <= 2**53:
-        digits, largest = digits + 1, largest * (2 * ranks + 1) + 1
-    return digits
-
-
 def _uncompressed(width: int, elements: int, ranks: int, link: Link, processor: Processor) -> _Bucket:
     """Horovod's allreduce of floats of ``width`` bytes."""
     add_s, cast_s = (processor.add_s, 0.0) if width == 4 else (processor.add_half_s, processor.cast_s)
@@ -305,10 +295,11 @@ def _sra(elements: int, ranks: int, adaptive: bool, link: Link, processor: Proce
 
 
 def _allreduce(elements: int, ranks: int, adaptive: bool, link: Link, processor: Processor) -> _Bucket:
-    words = -(-elements // digits_per_word(ranks)) + ranks + 1
+    integers = (Tallies(ranks, 1).integers(-(-elements // ELEMENTS_PER_WORD)) + ranks * HEADER_NBYTES // 4
+                + _blocks(elements))
     if adaptive:
-        words += 2 * _blocks(elements)
-    nbytes, exchange_s = _ring_allreduce(words, 8, processor.add_s, ranks, link, processor)
+        integers += 2 * ranks * _blocks(elements)
+    nbytes, exchange_s = _ring_allreduce(integers, 4, processor.add_s, ranks, link, processor)
     return _Bucket(nbytes, exchange_s, elements * (processor.quantize_s + processor.digits_s))
 
 
