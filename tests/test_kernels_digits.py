@@ -81,6 +81,13 @@ def test_sums_are_weighed_and_scaled_as_unpack_sum_does(backend: types.ModuleTyp
     assert out[0] == np.float32(np.float64(total) * scale) != total * np.float32(scale)
 
 
+def test_levels_that_turn_out_symmetrical_are_weighed_by_the_difference_of_counts(backend: types.ModuleType) -> None:
+    """A loss scale can bring both thresholds to the limit of float32, where a sum per sign would be inf - inf."""
+    digits, level = Digits(4, symmetric=False), np.finfo(np.float32).max
+    summed = 2 * pack(backend, words(0b11)[0], digits) + 2 * pack(backend, words(0b10)[0], digits)
+    assert unpack(backend, summed, digits, [[level, -level]], 1).tolist() == [0.0]
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16, 100, 1000])
 def test_words_are_as_full_as_the_bound_of_all_roundings_allows(ranks: int, symmetric: bool) -> None:
