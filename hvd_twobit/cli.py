@@ -15,7 +15,7 @@ from . import __version__
 from .planning.models import MODELS
 from .planning.units import BANDWIDTH, LATENCY, Count
 
-DEFAULT_BANDWIDTH = 10e9
+DEFAULT_BANDWIDTH = 1e9
 """Of ``plan``, in bit/s."""
 
 INTERRUPTED = 130
@@ -69,7 +69,7 @@ def frontends(ranks: int, rounds: int, as_json: bool) -> None:
 @click.option("--model", type=click.Choice(list(MODELS)), help="Take the parameters of this model instead.")
 @click.option("--workers", type=click.IntRange(min=2, max=32767), help="Number of ranks.")
 @click.option("--bandwidth", type=BANDWIDTH, help="Of each rank's link: a number with kbit, Mbit or Gbit.  "
-              "[default: 10Gbit; with --check, of unshaped links, which are left out without it]")
+              "[default: 1Gbit; with --check, of unshaped links, which are left out without it]")
 @click.option("--latency", type=LATENCY, default="50us", show_default=True,
               help="From one rank to another: a number with us, ms or s.")
 @click.option("--bucket-cap-mb", type=click.FloatRange(min=0, min_open=True), default=25, show_default=True,

@@ -106,8 +106,8 @@ class Link:
             raise ConfigError(f"payload_share must be at most 1, not {self.payload_share!r}")
 
 
-DEFAULT_LINK = Link(10e9, 50e-6)
-"""What ``transport="auto"`` supposes: 10 Gbit/s and 50 us, a cluster's Ethernet."""
+DEFAULT_LINK = Link(1e9, 50e-6)
+"""What ``transport="auto"`` supposes: 1 Gbit/s and 50 us. On faster links a wrong choice costs less."""
 
 
 @dataclasses.dataclass(frozen=True)

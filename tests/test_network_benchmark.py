@@ -329,7 +329,7 @@ def job(namespaces: None, tmp_path: pathlib.Path) -> Iterator[Callable[..., subp
     started = []
 
     def start(*options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "benchmarks.network", "--ranks", "2", "--models", "tensor:1000000", *options,
+        command = [sys.executable, "-m", "benchmarks.network", "--ranks", "2", "--models", "tensor:4000000", *options,
                    "--methods", "allgather", "--json", str(tmp_path / "results.json"), "--report",
                    str(tmp_path / "page.md"), "--launcher", "tests.horovodrun"]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -349,9 +349,9 @@ def test_bytes_on_the_links_are_those_of_the_formula(job: Callable[..., subproce
     process = job("--rates", "200mbit", "--rounds", "2")
     output, errors = process.communicate(timeout=200)
     assert process.returncode == 0 and errors == "", errors
-    assert output.splitlines() == [f"written: {tmp_path / name}" for name in ("page.md", "page_tensor_1000000.png")]
+    assert output.splitlines() == [f"written: {tmp_path / name}" for name in ("page.md", "page_tensor_4000000.png")]
     entry, = load(tmp_path / "results.json")
-    assert entry.key == ("200mbit", 2, "tensor:1000000") and len(entry.rounds) == 2
+    assert entry.key == ("200mbit", 2, "tensor:4000000") and len(entry.rounds) == 2
     for method, summary in entry.summaries().items():
         predicted = predict(method, entry.elements, 2, 2e8)
         assert predicted.nbytes < summary.sent < 1.05 * predicted.nbytes, method

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from hvd_twobit.cli import commands
 from hvd_twobit.cost_model import DEFAULT_LINK, DEFAULT_PROCESSOR, METHODS, TRANSPORTS, Link, choose, cost
-from hvd_twobit.planning.forecast import ALWAYS, NEVER, Scenario, break_even, sra_from
+from hvd_twobit.planning.forecast import ALWAYS, NEVER, Scenario, break_even, choices
 from hvd_twobit.planning.models import MODELS
 from hvd_twobit.planning.units import BANDWIDTH, LATENCY, Count, bandwidth_text, latency_text
 
@@ -39,8 +39,8 @@ def test_the_table_has_every_method_and_tells_where_compression_stops_to_pay() -
     result = invoke("--parameters", "25.6e6", "--workers", "64", "--bandwidth", "10Gbit", "--latency", "50us")
     assert result.exit_code == 0
     for text in ("25,600,000 parameters; 64 workers, 10 Gbit/s, 50 us", "fp32 ", "fp16 ", "2-bit allgather ",
-                 "2-bit sra ", "2-bit allreduce ", "2-bit auto (sra) ", "MB received", "exchange ms",
-                 "Fastest here: 2-bit sra.", "auto: sra from ", "2-bit pays against fp32 up to ",
+                 "2-bit sra ", "2-bit allreduce ", "2-bit auto (", "MB received", "exchange ms",
+                 "Fastest here: 2-bit sra.", "auto: allgather for a small bucket, ", "2-bit pays against fp32 up to ",
                  "2-bit pays against fp16 at 100 Gbit/s still."):
         assert text in result.output
     assert "…" not in result.output, "a column does not fit into 80 characters"
@@ -66,7 +66,8 @@ def test_json_is_all_that_is_printed_with_json() -> None:
     assert (sra["nbytes"], sra["seconds"], sra["buckets"]) == (expected.nbytes, expected.seconds, 10)
     assert printed["methods"][0]["times_faster_than_fp32"] == 1
     assert set(printed["break_even_bits_per_second"]) == {"fp32", "fp16"}
-    assert printed["auto_takes_sra_from_elements"] == sra_from(4, DEFAULT_LINK)
+    assert [(one["elements"], one["transport"]) for one in printed["auto_from_elements"]] == choices(4, DEFAULT_LINK)
+    assert printed["fastest_from_elements"] != printed["auto_from_elements"]
 
 
 def test_defaults_are_those_of_auto() -> None:
@@ -74,10 +75,10 @@ def test_defaults_are_those_of_auto() -> None:
     assert printed["link"] == dataclasses.asdict(DEFAULT_LINK) and printed["bucket_cap_mb"] == 25
 
 
-def test_two_workers_always_gather() -> None:
-    arguments = ["--parameters", "1e9", "--workers", "2"]
-    assert "auto: allgather, whatever the size, with 2 workers." in invoke(*arguments).output
-    assert planned(*arguments)["auto_takes_sra_from_elements"] is None
+def test_what_auto_takes_is_told_by_size() -> None:
+    (_, small), (elements, large) = choices(2, DEFAULT_LINK)
+    assert f"auto: {small} for a small bucket, {large} from {elements:,} elements on." in invoke(
+        "--parameters", "1e9", "--workers", "2").output
 
 
 def test_a_chart_is_drawn_beside_the_table(tmp_path: pathlib.Path) -> None:
@@ -209,10 +210,12 @@ def test_one_element_is_not_worth_a_header_and_many_always_where_float16_is_slow
     assert break_even(Scenario(25_600_000, 8, DEFAULT_LINK, 25), "fp16") == ALWAYS
 
 
-@pytest.mark.parametrize("workers", [4, 8, 64])
-def test_sra_begins_where_the_choice_changes(workers: int) -> None:
-    smallest = sra_from(workers, DEFAULT_LINK)
-    assert smallest and choose(smallest, workers) == "sra" and choose(smallest - 1, workers) == "allgather"
+@pytest.mark.parametrize("workers", [2, 4, 8, 64])
+def test_choices_are_where_the_choice_changes(workers: int) -> None:
+    found = choices(workers, DEFAULT_LINK)
+    assert found[0][0] == 1 and len(found) > 1
+    for (_, before), (elements, after) in zip(found, found[1:]):
+        assert choose(elements - 1, workers) == before != choose(elements, workers) == after
 
 
 # Models.

@@ -78,12 +78,21 @@ def break_even(scenario: Scenario, baseline: str) -> float | str:
     return NEVER
 
 
-def sra_from(workers: int, link: Link) -> int | None:
-    """Elements of the smallest bucket for which ``choose`` takes ``sra``; None where none is large enough."""
-    def gathers(elements: int) -> bool:
-        return choose(elements, workers, link=link) == "allgather"
+def choices(workers: int, link: Link) -> list[tuple[int, str]]:
+    """From how many elements of a bucket on ``choose`` takes which transport, for sizes from 1 element on.
 
-    return None if gathers(_LARGEST_BUCKET) else _first_false(gathers, 0, _LARGEST_BUCKET)
+    Sizes are tried in steps of a twentieth; a transport that is chosen for a narrower range only is left out.
+    """
+    found = [(1, choose(1, workers, link=link))]
+    size = 1
+    while size < _LARGEST_BUCKET:
+        larger = min(size + size // 20 + 1, _LARGEST_BUCKET)
+        chosen = choose(larger, workers, link=link)
+        if chosen != found[-1][1]:
+            start = _first_false(lambda elements: choose(elements, workers, link=link) == found[-1][1], size, larger)
+            found.append((start, choose(start, workers, link=link)))
+        size = larger
+    return found
 
 
 def _first_false(holds: Callable[[int], bool], low: int, high: int) -> int:

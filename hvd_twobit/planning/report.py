@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..cost_model import AUTO, DEFAULT_BUCKET_CAP_MB, DEFAULT_LINK, METHODS, TRANSPORTS, UNCOMPRESSED, Cost, Link
 from ..errors import ConfigError
-from .forecast import ALWAYS, HIGHEST_BITS, LOWEST_BITS, Scenario, break_even, costs, sra_from
+from .forecast import ALWAYS, HIGHEST_BITS, LOWEST_BITS, Scenario, break_even, choices, costs
 from .models import MODELS
 from .units import bandwidth_text, latency_text
 
@@ -55,8 +55,8 @@ def run(parameters: int | None, model: str | None, workers: int, bits_per_second
                           "bucket_cap_mb": bucket_cap_mb,
                           "methods": [_with_ratios(one, predicted) for one in predicted.values()],
                           "break_even_bits_per_second": break_evens,
-                          "auto_takes_sra_from_elements": sra_from(workers, DEFAULT_LINK),
-                          "sra_is_faster_from_elements": sra_from(workers, scenario.link)}))
+                          "auto_from_elements": _by_size(workers, DEFAULT_LINK),
+                          "fastest_from_elements": _by_size(workers, scenario.link)}))
         return
     _print_table(facts, scenario, predicted, break_evens)
     if plot is not None:
@@ -100,11 +100,14 @@ def _print_table(facts: dict[str, Any], scenario: Scenario, predicted: dict[str,
         console.print(text, soft_wrap=True, highlight=False)
 
 
+def _by_size(workers: int, link: Link) -> list[dict[str, Any]]:
+    return [{"elements": elements, "transport": transport} for elements, transport in choices(workers, link)]
+
+
 def _auto_sentence(workers: int) -> str:
-    smallest = sra_from(workers, DEFAULT_LINK)
-    if smallest is None:
-        return f"auto: allgather, whatever the size, with {workers} workers."
-    return f"auto: sra from {smallest:,} elements in a bucket on, allgather below."
+    (_, first), *others = choices(workers, DEFAULT_LINK)
+    larger = (f"{transport} from {elements:,} elements on" for elements, transport in others)
+    return f"auto: {', '.join([f'{first} for a small bucket', *larger])}."
 
 
 def _pays_sentence(baseline: str, until: float | str) -> str:
