@@ -148,7 +148,7 @@ def memory() -> dict[str, Any]:
                               ("a scaler", dict(threshold=0.5, scaler=torch.amp.GradScaler("cpu")))):
         model = torch.nn.ParameterDict({"weight": torch.zeros(elements)})
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(),
-                                             compression=TwoBit(**compression))
+                                             compression=TwoBit(**compression, transport="allgather"))
         weight = torch.from_numpy(np.random.default_rng(hvd.rank()).standard_normal(elements).astype(np.float32))
         tracemalloc.start()
         peaks = []
