@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Union
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -30,8 +31,9 @@ from ..transports import plan_buckets
 from .loss_scale import LossScale
 from .pipeline import Pipeline
 from .transfer import overlap_explained
+from .waiting import synchronize
 
-Handle = Union[int, Callable[[], Any]]
+Handle = Callable[[], Any]
 
 # Horovod 0.28.1 has no bfloat16; what is not listed travels as float32.
 HOROVOD_DTYPES = (torch.float16, torch.float32, torch.float64)
@@ -136,7 +138,7 @@ class Exchange:
                        prescale_factor=self._reduction.prescale, postscale_factor=self._reduction.postscale,
                        process_set=self._process_set)
         if len(members) == 1:
-            return [hvd.allreduce_async_(tensors[0], **options)]
+            return [functools.partial(synchronize, hvd.allreduce_async_(tensors[0], **options))]
         group = _Group(hvd.grouped_allreduce_async_(tensors, **options))
         return [_Member(group, index) for index in range(len(members))]
 
@@ -216,12 +218,13 @@ class Exchange:
                                        name=f"twobit.agreement.{self._first}", process_set=self._process_set)
 
     def _check_agreement(self) -> None:
-        stated = hvd.synchronize(self._agreement).numpy()
+        assert self._agreement is not None
+        stated = synchronize(self._agreement).numpy()
         if (self._statement.agrees(stated) if self._config.transport == "allreduce"
                 else stated.tobytes() == self._statement.digest * self._process_set.size()):
             return
         line = np.frombuffer(self._statement.to_json(), np.uint8).copy()
-        statements = hvd.synchronize(self._allgather(line, ".details")).numpy().tobytes()
+        statements = synchronize(self._allgather(line, ".details")).numpy().tobytes()
         raise disagreement(statements, hvd.rank())
 
     def _allgather(self, content: np.ndarray, suffix: str) -> int:
@@ -242,8 +245,10 @@ class Exchange:
     def abandon(self) -> None:
         """Wait for what is in flight and drop it: the optimizer's step was broken off."""
         self._pipeline.abandon()
-        for handle in [*self._in_flight.values(), self._agreement]:
+        for handle in self._in_flight.values():
             _drain(handle)
+        if self._agreement is not None:
+            _drain(functools.partial(synchronize, self._agreement))
         self._in_flight.clear()
         self._agreement = None
 
@@ -289,7 +294,7 @@ class _Group:
     def output(self, index: int) -> torch.Tensor:
         if self._outputs is None:
             try:
-                self._outputs = hvd.synchronize(self._handle)
+                self._outputs = synchronize(self._handle)
             except HorovodInternalError as error:
                 self._outputs = error  # Horovod tells it once.
         if isinstance(self._outputs, HorovodInternalError):
@@ -322,7 +327,7 @@ def _drain(handle: Handle | None) -> None:
     if handle is None:
         return
     try:
-        handle() if callable(handle) else hvd.synchronize(handle)
+        handle()
     except HorovodInternalError:
         pass  # The collective failed with its world: its buffers are free as well.
 

@@ -18,6 +18,7 @@ from horovod.common.exceptions import HorovodInternalError
 from ..codec import Codec, Contents
 from ..errors import DisagreementError, TwoBitError
 from ..transports import Planned
+from .waiting import synchronize
 
 
 class Transfer:
@@ -99,7 +100,7 @@ class Transfer:
         handle, self._handle = self._handle, None
         if handle is not None:
             with self._failing():
-                self._contents = self._received(hvd.synchronize(handle).numpy())
+                self._contents = self._received(synchronize(handle).numpy())
 
     def decode(self, name: str, out: np.ndarray, scale: float) -> None:
         """Overwrite what the bucket carries of a tensor with the scaled sum over all ranks.
@@ -179,7 +180,7 @@ class ScatterReduceAllgather(Transfer):
         if self._scattering is not None and (wait or hvd.poll(self._scattering)):
             handle, self._scattering = self._scattering, None
             with self._failing():
-                received, _ = hvd.synchronize(handle)
+                received, _ = synchronize(handle)
                 self._sums = torch.from_numpy(self._codec.sum(self._layout, self._process_set.rank(),
                                                               received.numpy(), self._planned.ranks))
         return not self._missing and self._scattering is None
