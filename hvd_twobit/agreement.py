@@ -97,11 +97,16 @@ class Statement:
 
     def agrees(self, total: np.ndarray) -> bool:
         """Whether all ranks that contributed to a sum of addends state the same as this one."""
-        return bool((total == total[0] * self.addends).all())
+        return are_equal(total, self.addends)
 
     def to_json(self) -> bytes:
         """The whole statement as one line of JSON."""
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)}).encode() + b"\n"
+
+
+def are_equal(total: np.ndarray, addends: np.ndarray) -> bool:
+    """Whether all ranks that contributed to a sum of addends have the same, int64[1 + 8]; see ``Statement``."""
+    return bool((total == total[0] * addends).all())
 
 
 def disagreement(statements: bytes, rank: int) -> DisagreementError:

@@ -51,8 +51,9 @@ MESSAGES = {
     "another_min_elements_in_fit": BIAS,
     "auto_on_one_rank": DISAGREE + 'rank 0 has a fixed threshold and rank 1 has threshold="auto"',
     "another_transport": DISAGREE + r"transport is 'allgather' on rank 0 and 'sra' on rank 1: give TwoBit the same",
-    "the_transport_of_pytorch": r'UnsupportedOperationError: TwoBit\(transport="allreduce"\) is for optimizers of '
-                                r'PyTorch: under TensorFlow use "auto", "allgather" or "sra"',
+    "another_min_elements_by_allreduce": BIAS,
+    "another_threshold_by_allreduce": r"PayloadError: tensor 'weight:0': ranks have thresholds .*0\.5.*1\.5.*, and "
+                                      r'transport="allreduce" cannot add up codes that mean different numbers',
     "another_bucket_cap": DISAGREE + r"bucket_cap_mb is 0\.006 on rank 0 and 1\.0 on rank 1: give TwoBit the same",
     "other_groups_on_one_rank": DISAGREE + r"tensor 'b:0' is exchanged in the group of 'b:0' on rank 0 and in that of "
                                            r"'a:0' on rank 1",

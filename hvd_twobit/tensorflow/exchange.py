@@ -20,7 +20,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ..agreement import NBYTES, disagreement
+from ..agreement import are_equal, disagreement
 from .graphs import collective_name, count_exchange, exchanges_before, held_until, refuse_xla
 from .plan import Load, Plan, Settings, Tensor, Travel, Unit
 from .transfer import Transfer
@@ -171,32 +171,44 @@ class _Builder:
 
         A step in which ranks do not state the same fails.
         """
-        process_set, plan = self._settings.process_set, self._plan
+        plan, adds = self._plan, self._settings.config.transport == "allreduce"
         shapes = [tf.shape(gradients[unit.positions[0]]) for unit in self._units if unit.travel is Travel.BY_SIZE]
 
         def begin(_: np.ndarray, loss_scale: np.ndarray, *shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             plan.begin_step(float(loss_scale))
             statement, compressed = plan.of_step(shapes)
-            return np.frombuffer(statement.digest, np.uint8).copy(), compressed
+            return statement.addends if adds else np.frombuffer(statement.digest, np.uint8).copy(), compressed
 
         with tf.device("/cpu:0"):
             scale = tf.constant(0.0) if loss_scale is None else tf.cast(loss_scale, tf.float32)
-            mine, compressed = tf.numpy_function(begin, [exchanges_before(), scale, *shapes], [tf.uint8, tf.bool])
-            mine.set_shape([NBYTES])
+            mine, compressed = tf.numpy_function(begin, [exchanges_before(), scale, *shapes],
+                                                 [tf.int64 if adds else tf.uint8, tf.bool])
+            mine.set_shape([None])
             compressed.set_shape([len(self._units)])
-            digests = hvd.allgather(mine, name=collective_name("HorovodAllgather", "agreement"), ignore_name_scope=True,
-                                    process_set=process_set)
-            equal = tf.numpy_function(
-                lambda digests, mine: digests.tobytes() == mine.tobytes() * process_set.size(),
-                [digests, mine], tf.bool, stateful=False)
+            stated, equal = self._added_up(mine) if adds else self._gathered(mine)
             equal.set_shape([])
-            agreed = tf.cond(equal, lambda: tf.constant(0), lambda: self._tell_difference(digests, shapes))
+            agreed = tf.cond(equal, lambda: tf.constant(0), lambda: self._tell_difference(stated, shapes))
             return agreed, compressed
 
-    def _tell_difference(self, digests: tf.Tensor, shapes: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _gathered(self, digest: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What all ranks state, and whether it is the same."""
+        process_set = self._settings.process_set
+        digests = hvd.allgather(digest, name=collective_name("HorovodAllgather", "agreement"), ignore_name_scope=True,
+                                process_set=process_set)
+        return digests, tf.numpy_function(
+            lambda digests, mine: digests.tobytes() == mine.tobytes() * process_set.size(),
+            [digests, digest], tf.bool, stateful=False)
+
+    def _added_up(self, addends: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The same by an allreduce, in which a rank that has joined (``hvd.join``) states nothing."""
+        total = hvd.allreduce(addends, op=hvd.Sum, name=collective_name("HorovodAllreduce", "agreement"),
+                              ignore_name_scope=True, process_set=self._settings.process_set)
+        return total, tf.numpy_function(are_equal, [total, addends], tf.bool, stateful=False)
+
+    def _tell_difference(self, stated: tf.Tensor, shapes: Sequence[tf.Tensor]) -> tf.Tensor:
         line = tf.numpy_function(
-            lambda digests, *shapes: np.frombuffer(self._plan.of_step(shapes)[0].to_json(), np.uint8).copy(),
-            [digests, *shapes], tf.uint8, stateful=False)
+            lambda stated, *shapes: np.frombuffer(self._plan.of_step(shapes)[0].to_json(), np.uint8).copy(),
+            [stated, *shapes], tf.uint8, stateful=False)
         line.set_shape([None])
         lines = hvd.allgather(line, name=collective_name("HorovodAllgather", "agreement.details"),
                               ignore_name_scope=True, process_set=self._settings.process_set)

@@ -27,7 +27,6 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState
 
 from ..compression import is_twobit
-from ..config import TRANSPORT_VARIABLE
 from ..errors import ConfigError, UnsupportedOperationError
 from ..horovod_form import Expected, check_form, replace
 from ..reduction import Reduction, refuse_op, refuse_reducescatter
@@ -225,10 +224,6 @@ def _make_allreduce_grads_fn(original: Any, *args: Any, **kwargs: Any) -> Any:
     compression = TwoBit.instance(given["compression"])
     if compression is None:
         return original(*args, **kwargs)
-    if compression.config.transport == "allreduce":
-        raise UnsupportedOperationError('TwoBit(transport="allreduce") is for optimizers of PyTorch: under TensorFlow '
-                                        'use "auto", "allgather" or "sra" (the environment variable '
-                                        f"{TRANSPORT_VARIABLE} overrides the argument)")
     reduction = Reduction.of(hvd, given["op"], given["gradient_predivide_factor"])
     settings = Settings(compression.config, reduction, given["process_set"], given["device_dense"],
                         given["device_sparse"])

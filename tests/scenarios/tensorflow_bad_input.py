@@ -60,8 +60,13 @@ def another_transport() -> None:
     _gradients(_variables(weight=(30, 40)), TwoBit(0.5, transport="sra" if hvd.rank() else "allgather"))
 
 
-def the_transport_of_pytorch() -> None:
-    _gradients(_variables(weight=(30, 40)), TwoBit(0.5, transport="allreduce"))
+def another_min_elements_by_allreduce() -> None:
+    _gradients(_variables(weight=(30, 40), bias=(40,)), TwoBit(0.5, min_elements=1024 * hvd.rank(),
+                                                               transport="allreduce"))
+
+
+def another_threshold_by_allreduce() -> None:
+    _gradients(_variables(weight=(30, 40)), TwoBit(0.5 + hvd.rank(), transport="allreduce"))
 
 
 def another_bucket_cap() -> None:
@@ -238,7 +243,7 @@ SCENARIOS: list[Callable[[], None]] = [
     keras_3, keras_3_by_horovod_tensorflow, keras_3_in_mixed_precision, keras_3_model_loaded,
     keras_3_variables_on_a_tape, another_min_elements, another_min_elements_in_a_function,
     another_min_elements_in_a_group, another_min_elements_in_fit, auto_on_one_rank, another_transport,
-    the_transport_of_pytorch, another_bucket_cap, other_groups_on_one_rank,
+    another_min_elements_by_allreduce, another_threshold_by_allreduce, another_bucket_cap, other_groups_on_one_rank,
     levels_of_another_step, no_gradient_on_one_rank, another_shape_on_one_rank,
     another_size_of_unknown_shape, another_version_of_payload, another_shape_under_a_known_name]
 

@@ -99,6 +99,12 @@ CONFIGURATIONS = {
         compression=[dict(threshold=threshold, transport="sra") for threshold in (0.5, 0.1, 2.5)]),
     "sra in bfloat16 with an overflow": Configuration(compression=dict(transport="sra"), dtype="bfloat16",
                                                       overflow=True),
+    "allreduce in small buckets": Configuration(compression=dict(transport="allreduce", bucket_cap_mb=0.006,
+                                                                 block_elements=64, min_elements=0)),
+    "allreduce, asymmetric thresholds": Configuration("tape_eagerly", dict(
+        positive_threshold=0.2, negative_threshold=-0.45, transport="allreduce"), dict(op="Sum")),
+    "allreduce in a process set, unknown shapes": Configuration(compression=dict(transport="allreduce"),
+                                                                unknown_shape="gradient", subset=True),
     "allgather in small buckets": Configuration(compression=dict(transport="allgather", bucket_cap_mb=0.006)),
     "a fixed threshold with warm-up": Configuration(compression=dict(threshold=0.4, warmup_steps=2)),
     "an eager tape with a new instance per step": Configuration("tape_eagerly", dict(threshold=0.3)),
