@@ -10,7 +10,7 @@ import pytest
 
 from .jobs import results_of, waits_for_the_job
 from .scenarios import allreduce as scenario
-from .simulation import assert_same_bits
+from .simulation import assert_same_bits, simulated
 
 tf = pytest.importorskip("tensorflow")
 pytestmark = waits_for_the_job
@@ -101,3 +101,12 @@ def test_ranks_may_join_one_after_the_other() -> None:
             assert len(result["steps"][name]) == len(seen)
             for number, (one, other) in enumerate(zip(result["steps"][name], seen)):
                 assert_same_bits(one, other, f"{name}, exchange {number}, rank {rank}")
+
+
+def test_tapes_go_on_while_others_have_joined_and_have_equal_levels_afterwards() -> None:
+    wanted = scenario.joined_steps(simulated({}, range(2), 43 * 47), 2, 1 / 2)
+    for rank, result in enumerate(results_of("tensorflow", 2, "allreduce_join")):
+        seen = wanted[:scenario.steps_before_join(rank)] + wanted[-scenario.STEPS_AFTER_JOIN:]
+        assert len(result["tape"]) == len(seen)
+        for number, (one, other) in enumerate(zip(result["tape"], seen)):
+            assert_same_bits(one, other, f"exchange {number}, rank {rank}")

@@ -16,6 +16,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from .. import joining
 from ..codec import Codec
 from ..config import TwoBitConfig
 from ..residuals import ResidualRegistry
@@ -34,6 +35,7 @@ class VariableResiduals:
 
     def __init__(self) -> None:
         self.residuals = ResidualRegistry()
+        joining.track("variables", self.residuals)
         self.lock = threading.Lock()
         self.functions: dict[tuple[Any, ...], Any] = {}
         self._holders: dict[str, weakref.ref[Any]] = {}

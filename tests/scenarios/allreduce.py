@@ -149,8 +149,12 @@ STEPS_AFTER_JOIN = 3
 def expected_joining(name: str, ranks: int, factors: type = float) -> list[np.ndarray]:
     """What rank 0 gets in the steps before and after all have joined; ``factors`` as for ``expected``."""
     case = JOINING[name]
-    tensor = simulated(case.compression, list(range(ranks)), 43 * 47)
     scale = float(factors(case.prescale)) / (ranks if case.op == "Average" else 1)
+    return joined_steps(simulated(case.compression, list(range(ranks)), 43 * 47), ranks, scale)
+
+
+def joined_steps(tensor: Any, ranks: int, scale: float) -> list[np.ndarray]:
+    """What rank 0 gets of a simulated tensor in the steps before and after all have joined."""
     found = []
     for step in range(steps_before_join(0) + STEPS_AFTER_JOIN):
         active = [rank for rank in range(ranks) if step < steps_before_join(rank) or step >= steps_before_join(0)]

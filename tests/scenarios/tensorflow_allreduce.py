@@ -94,8 +94,13 @@ def join() -> dict[str, Any]:
     """Ranks run out of data one after the other, and go on together when all have."""
     compressions = {name: TwoBit(**case.compression or {}).named(name) for name, case in JOINING.items()}
     found: dict[str, Any] = {name: [] for name in JOINING}
+    tape_found, variable = [], tf.Variable(tf.zeros((43, 47)), name="joining")
 
     def exchange(step: int) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * named_gradient(hvd.rank(), step))
+        tape = hvd.DistributedGradientTape(tape, compression=TwoBit(transport="allreduce"))
+        tape_found.append(tape.gradient(loss, [variable])[0].numpy())
         for name, compression in compressions.items():
             found[name].append(hvd.allreduce(tf.constant(named_gradient(hvd.rank(), step)), name=f"join.{name}",
                                              op=getattr(hvd, JOINING[name].op), compression=compression,
@@ -107,7 +112,7 @@ def join() -> dict[str, Any]:
     for step in range(STEPS_AFTER_JOIN):
         exchange(steps_before_join(0) + step)
     assert int(tf.function(hvd.join)()) in range(hvd.size())
-    return {"steps": found, "last": last}
+    return {"steps": found, "tape": tape_found, "last": last}
 
 
 # ---- mistakes ------------------------------------------------------------------------------------------------------

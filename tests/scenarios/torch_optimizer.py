@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hvd_twobit.torch import TwoBit, residuals_of
-from tests.scenarios.allreduce import STEPS_AFTER_JOIN, named_gradient, steps_before_join
+from tests.scenarios.allreduce import STEPS_AFTER_JOIN, joined_steps, named_gradient, steps_before_join
 from tests.simulation import gradient, simulated, uncompressed, uncompressed_steps
 
 STEPS = 20
@@ -293,10 +293,9 @@ def expected_join(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], An
     """What each step reduces, and the simulated tensor: only ranks with data contribute, but all count."""
     tensor = simulated(JOINING[name], range(size), 43 * 47)
     steps = []
-    for step in range(steps_before_join(0) + STEPS_AFTER_JOIN):
-        active = [rank for rank in range(size) if step < steps_before_join(rank) or step >= steps_before_join(0)]
-        wide = tensor.step([named_gradient(rank, step) for rank in active], 1 / size).reshape(43, 47)
-        steps.append({"wide": wide, "tiny": np.full(5, len(active) / size, np.float32)})
+    for step, wide in enumerate(joined_steps(tensor, size, 1 / size)):
+        active = sum(step < steps_before_join(rank) or step >= steps_before_join(0) for rank in range(size))
+        steps.append({"wide": wide, "tiny": np.full(5, active / size, np.float32)})
     return steps, tensor
 
 
