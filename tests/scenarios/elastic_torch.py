@@ -24,7 +24,8 @@ def main(folder: str) -> None:
     torch.manual_seed(hvd.rank())
     model = torch.nn.Sequential(torch.nn.Linear(24, 160), torch.nn.Tanh(), torch.nn.Linear(160, 12))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-                                         named_parameters=model.named_parameters(), compression=TwoBit)
+                                         named_parameters=model.named_parameters(),
+                                         compression=TwoBit(transport="sra", bucket_cap_mb=0.01))
     residuals = residuals_of(optimizer)
     reporter = Reporter(folder, residuals)
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer, residuals=residuals, batch=0)
