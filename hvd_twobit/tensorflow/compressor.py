@@ -73,14 +73,14 @@ class TwoBit(TwoBitParameters, Compressor):
         min_elements: tensors with fewer elements travel uncompressed (default 1024; 0 compresses all, as MXNet does).
         warmup_steps: exchanges in which tensors travel uncompressed (default 0), with adaptive levels after the first.
         block_elements: elements that share an adaptive level, a multiple of 16 (default 1024).
-        transport: ``"auto"``, the default, ``"allgather"`` or ``"sra"``; the environment variable HVD_TWOBIT_TRANSPORT
-            overrides it. The same on every rank.
+        transport: ``"auto"``, the default, ``"allgather"``, ``"sra"``, or ``"allreduce"``, by which Horovod's own
+            allreduce adds the codes up; the environment variable HVD_TWOBIT_TRANSPORT overrides it. The same on every
+            rank.
         bucket_cap_mb: MiB of float32 gradient in a bucket (default 25); a larger tensor is cut into several. The same
             on every rank.
 
     Raises:
         ConfigError: an argument is unknown or its value cannot be used.
-        UnsupportedOperationError: ``transport="allreduce"`` for an optimizer or tape, when that is made.
         tf.errors.OpError: in a step. TensorFlow puts an error of ``hvd_twobit.errors`` that a running graph meets into
             one of its own, with the whole text: look for ``DisagreementError: `` (ranks would send different
             collectives), ``PayloadError: `` or ``ResidualError: `` in ``str(error)``, not for the type. Mistakes that
