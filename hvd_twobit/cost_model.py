@@ -195,6 +195,8 @@ class _Bucket:
 def choose(elements: int, ranks: int, *, adaptive: bool = True, link: Link = DEFAULT_LINK) -> str:
     """The transport that ``transport="auto"`` takes for one bucket: the cheapest.
 
+    Not the allreduce where levels are fixed: they may differ between ranks, which its integers cannot tell.
+
     Every rank gets the same answer, as nothing but the arguments and constants of this file counts. The default
     ``link`` serves where the real one is not known: both transports wait for the same kind of rounds and carry the same
     kind of bytes, so that bandwidth moves the size at which they are equal, but not far: see docs/design.md.
@@ -217,7 +219,7 @@ def choose(elements: int, ranks: int, *, adaptive: bool = True, link: Link = DEF
         bucket = _TWOBIT[transport](elements, ranks, adaptive, link, DEFAULT_PROCESSOR)
         return bucket.exchange_s + bucket.compute_s
 
-    return min(TRANSPORTS, key=seconds)
+    return min(TRANSPORTS if adaptive else ("allgather", "sra"), key=seconds)
 
 
 def cost(method: str, elements: int, ranks: int, *, adaptive: bool = True, link: Link = DEFAULT_LINK,

@@ -76,7 +76,7 @@ class Transfer:
             flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
             shapes = [tf.shape(gradients[0])] if self._by_size else []
             payloads, splits = self._encoded(flat, shapes)
-            gathered = [self._carried(number, held_until(agreed, payload), splits[number], shapes)
+            gathered = [self._carried(number, payload, splits[number], shapes, agreed)
                         for number, payload in enumerate(payloads)]
             return [tf.cast(tf.reshape(out, tf.shape(gradient) if self._by_size else tensor.shape), tensor.dtype)
                     for tensor, gradient, out in zip(self._tensors, gradients,
@@ -121,23 +121,28 @@ class Transfer:
         self._codec.tally(layout, payloads, self._process_set.rank(), tallies, integers.view(np.uint32))
         return integers
 
-    def _carried(self, number: int, payloads: tf.Tensor, splits: tf.Tensor, shapes: Sequence[tf.Tensor]) -> tf.Tensor:
-        """What all ranks sent of a bucket, or the sums of it; uint8."""
+    def _carried(self, number: int, payloads: tf.Tensor, splits: tf.Tensor, shapes: Sequence[tf.Tensor],
+                 agreed: tf.Tensor) -> tf.Tensor:
+        """What all ranks sent of a bucket, or the sums of it; uint8.
+
+        Payloads are held until ranks have agreed right before the collective: of two reshapes TensorFlow drops the
+        first.
+        """
         label = self._names[number]
 
         def by_allgather() -> tf.Tensor:
-            return hvd.allgather(payloads, name=collective_name(_KIND, label), ignore_name_scope=True,
-                                 process_set=self._process_set)
+            return hvd.allgather(held_until(agreed, payloads), name=collective_name(_KIND, label),
+                                 ignore_name_scope=True, process_set=self._process_set)
 
         def by_allreduce() -> tf.Tensor:
             integers = tf.bitcast(tf.reshape(payloads, [-1, 4]), tf.int32)
-            added = hvd.allreduce(integers, op=hvd.Sum, name=collective_name("HorovodAllreduce", label),
-                                  ignore_name_scope=True, process_set=self._process_set)
+            added = hvd.allreduce(held_until(agreed, integers), op=hvd.Sum, ignore_name_scope=True,
+                                  name=collective_name("HorovodAllreduce", label), process_set=self._process_set)
             return tf.reshape(tf.bitcast(added, tf.uint8), [-1])
 
         def by_sra() -> tf.Tensor:
-            received, _ = hvd.alltoall(payloads, splits, name=collective_name(_KIND, label), ignore_name_scope=True,
-                                       process_set=self._process_set)
+            received, _ = hvd.alltoall(held_until(agreed, payloads), splits, name=collective_name(_KIND, label),
+                                       ignore_name_scope=True, process_set=self._process_set)
             sums = tf.numpy_function(self._sum(number), [received, splits, *shapes], tf.uint8, stateful=False)
             sums.set_shape([None])
             return hvd.allgather(sums, name=collective_name(_KIND, f"sums.{label}"), ignore_name_scope=True,
