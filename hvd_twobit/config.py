@@ -12,13 +12,13 @@ import math
 import numbers
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .errors import ConfigError
 
 AUTO = "auto"
-"""The ``threshold`` that stands for adaptive levels."""
+"""The ``threshold`` that stands for adaptive levels, and the ``transport`` that is chosen for each bucket."""
 
 MXNET_THRESHOLD = 0.5
 """MXNet's default threshold, in the unit of the gradient."""
@@ -33,8 +33,8 @@ DEFAULT_BUCKET_CAP_MB = 25.0
 """MiB of float32 gradient in a bucket: large enough that a collective's latency does not count, small enough that one
 bucket travels while another is compressed."""
 
-TRANSPORTS = ("auto", "allgather", "sra", "allreduce")
-"""What ``transport`` may be."""
+TRANSPORTS = ("allgather", "sra", "allreduce")
+"""How compressed gradients may travel."""
 
 TRANSPORT_VARIABLE = "HVD_TWOBIT_TRANSPORT"
 """The environment variable that overrides ``transport``."""
@@ -54,7 +54,7 @@ class TwoBitConfig:
         warmup_steps: exchanges at the beginning in which a tensor travels uncompressed; with adaptive levels, after
             the first one, which always does.
         block_elements: elements that share an adaptive level, a multiple of 16.
-        transport: one of ``TRANSPORTS``; ``"auto"``: chosen for each bucket by ``cost_model``.
+        transport: one of ``TRANSPORTS``, or ``"auto"``: chosen for each bucket by ``cost_model``.
         bucket_cap_mb: MiB of float32 gradient that travel together at most.
 
     Raises:
@@ -66,7 +66,7 @@ class TwoBitConfig:
     min_elements: int = DEFAULT_MIN_ELEMENTS
     warmup_steps: int = 0
     block_elements: int = DEFAULT_BLOCK_ELEMENTS
-    transport: str = "auto"
+    transport: str = AUTO
     bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB
 
     def __post_init__(self) -> None:
@@ -86,9 +86,7 @@ class TwoBitConfig:
         if self.block_elements % _BLOCK_GRANULE or not 0 < self.block_elements < 2**31:
             raise ConfigError(f"block_elements must be a positive multiple of {_BLOCK_GRANULE} elements below 2**31, "
                               f"not {self.block_elements}")
-        if self.transport not in TRANSPORTS:
-            raise ConfigError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, not {self.transport!r}"
-                              f"{_did_you_mean(self.transport, list(TRANSPORTS))}")
+        _check_transport("transport", self.transport, repr)
         object.__setattr__(self, "bucket_cap_mb", _size("bucket_cap_mb", self.bucket_cap_mb))
 
     @property
@@ -100,6 +98,10 @@ class TwoBitConfig:
     def symmetric(self) -> bool:
         """Whether negative levels are the positive ones but for the sign."""
         return self.adaptive or self.positive_threshold == -self.negative_threshold  # type: ignore[operator]
+
+    def compresses(self, elements: int) -> bool:
+        """Whether a tensor of so many elements is compressed at all."""
+        return elements >= self.min_elements
 
     @property
     def uncompressed_steps(self) -> int:
@@ -138,10 +140,7 @@ class TwoBitConfig:
             given["block_elements"] = block_elements
         from_environment = os.environ.get(TRANSPORT_VARIABLE)
         if from_environment:
-            if from_environment not in TRANSPORTS:
-                raise ConfigError(f"the environment variable {TRANSPORT_VARIABLE} must be one of "
-                                  f"{', '.join(TRANSPORTS)}, not {from_environment!r}"
-                                  f"{_did_you_mean(from_environment, list(TRANSPORTS))}")
+            _check_transport(f"the environment variable {TRANSPORT_VARIABLE}", from_environment, str)
             others["transport"] = from_environment
         return cls(**given, **{name: value for name, value in others.items() if value is not None})
 
@@ -201,6 +200,13 @@ def _whole(name: str, unit: str, value: Any) -> int:
     if value < 0:
         raise ConfigError(f"{name} must be 0 or more {unit}, not {value}")
     return int(value)
+
+
+def _check_transport(what: str, value: Any, shown: Callable[[str], str]) -> None:
+    valid = [AUTO, *TRANSPORTS]
+    if value not in valid:
+        raise ConfigError(f"{what} must be one of {', '.join(map(shown, valid))}, not {value!r}"
+                          f"{_did_you_mean(value, valid)}")
 
 
 def _size(name: str, value: Any) -> float:

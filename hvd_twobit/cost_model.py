@@ -53,17 +53,14 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from .config import DEFAULT_BLOCK_ELEMENTS
+from .config import AUTO, DEFAULT_BLOCK_ELEMENTS, DEFAULT_BUCKET_CAP_MB, TRANSPORTS
 from .errors import ConfigError
-from .kernels import ELEMENTS_PER_WORD, Tallies
+from .kernels import ELEMENTS_PER_WORD, Tallies, count_bits
 from .payload import HEADER_NBYTES, Layout
 
 UNCOMPRESSED = ("fp32", "fp16")
-TRANSPORTS = ("allgather", "sra", "allreduce")
-AUTO = "auto"
 METHODS = (*UNCOMPRESSED, *TRANSPORTS, AUTO)
 
-DEFAULT_BUCKET_CAP_MB = 25.0
 MAX_RANKS = 2**15 - 1
 """Sums of more ranks would not fit into ``sra``'s largest fields, of 16 bits."""
 
@@ -198,8 +195,7 @@ def choose(elements: int, ranks: int, *, adaptive: bool = True, link: Link = DEF
     Not the allreduce where levels are fixed: they may differ between ranks, which its integers cannot tell.
 
     Every rank gets the same answer, as nothing but the arguments and constants of this file counts. The default
-    ``link`` serves where the real one is not known: both transports wait for the same kind of rounds and carry the same
-    kind of bytes, so that bandwidth moves the size at which they are equal, but not far: see docs/design.md.
+    ``link`` serves where the real one is not known: see docs/design.md.
 
     Args:
         elements: of the bucket, 0 or more.
@@ -261,11 +257,6 @@ def bucket_elements(bucket_cap_mb: float) -> int:
     return max(1, int(bucket_cap_mb * 2**20 / 4) // DEFAULT_BLOCK_ELEMENTS) * DEFAULT_BLOCK_ELEMENTS
 
 
-def field_bits(ranks: int) -> int:
-    """Bits of a field of ``sra``, which holds -ranks to ranks, and NaN."""
-    return 4 if ranks <= 7 else 8 if ranks <= 127 else 16
-
-
 def _uncompressed(width: int, elements: int, ranks: int, link: Link, processor: Processor) -> _Bucket:
     """Horovod's allreduce of floats of ``width`` bytes."""
     add_s, cast_s = (processor.add_s, 0.0) if width == 4 else (processor.add_half_s, processor.cast_s)
@@ -285,7 +276,7 @@ def _sra(elements: int, ranks: int, adaptive: bool, link: Link, processor: Proce
     blocks = _blocks(elements)
     own_blocks = -(-blocks // ranks)
     own = min(elements, own_blocks * DEFAULT_BLOCK_ELEMENTS)
-    others_sums = -(-(elements - own) * field_bits(ranks) // 8) + (ranks - 1) * HEADER_NBYTES
+    others_sums = -(-(elements - own) * count_bits(ranks) // 8) + (ranks - 1) * HEADER_NBYTES
     if adaptive:
         others_sums += 4 * (blocks - own_blocks)
     nbytes = (ranks - 1) * _payload_nbytes(own, adaptive) + others_sums

@@ -64,6 +64,13 @@ def replace(owner: Any, name: str, function: Any) -> None:
     setattr(owner, name, replacement)
 
 
+def arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What a call gives a function, by the names of its parameters, defaults included."""
+    given = inspect.signature(function).bind(*args, **kwargs)
+    given.apply_defaults()
+    return given.arguments
+
+
 def _mentioned(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:

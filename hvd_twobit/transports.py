@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from .buckets import Bucket, plan
-from .config import TwoBitConfig
+from .config import AUTO, TwoBitConfig
 from .cost_model import choose
 
 _OFFSETS = 2**31
@@ -62,6 +62,6 @@ def bucket_elements(config: TwoBitConfig, ranks: int) -> int:
 
 def transport_of(config: TwoBitConfig, elements: int, ranks: int) -> str:
     """How a bucket of so many elements travels."""
-    if config.transport == "auto":
+    if config.transport == AUTO:
         return choose(elements, ranks, adaptive=config.adaptive)
     return config.transport

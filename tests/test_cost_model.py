@@ -23,10 +23,9 @@ from hvd_twobit.cost_model import (
     bucket_elements,
     choose,
     cost,
-    field_bits,
 )
 from hvd_twobit.errors import ConfigError
-from hvd_twobit.kernels import Tallies
+from hvd_twobit.kernels import Tallies, count_bits
 
 FAST = Link(1e18, 0.0)
 IDLE = Processor(*[0.0] * len(dataclasses.fields(Processor)))
@@ -69,7 +68,7 @@ def test_bits_per_element_of_large_tensors(ranks: int) -> None:
     elements = 1024 * ranks * 1000
     bits = {method: 8 * nbytes(method, elements, ranks, adaptive=False) / elements for method in METHODS}
     assert bits["allgather"] == pytest.approx(2 * (ranks - 1), rel=1e-3)
-    assert bits["sra"] == pytest.approx((ranks - 1) / ranks * (2 + field_bits(ranks)), rel=1e-2)
+    assert bits["sra"] == pytest.approx((ranks - 1) / ranks * (2 + count_bits(ranks)), rel=1e-2)
     per_element = 32 / Tallies(ranks, 1).per_integer + 32 / 1024
     assert bits["allreduce"] == pytest.approx(2 * (ranks - 1) / ranks * per_element, rel=1e-2)
     assert bits["fp32"] == 2 * bits["fp16"] == pytest.approx(64 * (ranks - 1) / ranks)
@@ -88,7 +87,7 @@ def test_sra_counts_the_bytes_of_the_rank_with_the_largest_chunk(elements: int, 
 
 @pytest.mark.parametrize("ranks, bits", [(2, 4), (7, 4), (8, 8), (127, 8), (128, 16), (MAX_RANKS, 16)])
 def test_a_field_holds_every_sum_and_not_a_number(ranks: int, bits: int) -> None:
-    assert field_bits(ranks) == bits and 2 * ranks + 2 <= 2**bits
+    assert count_bits(ranks) == bits and 2 * ranks + 2 <= 2**bits
 
 
 # Seconds.

@@ -8,10 +8,8 @@ What words mean is the core's business (``digit_codec``, ``named``).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -19,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from .. import joining
+from ..calls import is_in_group, mark_words
 from ..config import TwoBitConfig
 from ..digit_codec import quantize_once, sum_of
 from ..errors import UnsupportedOperationError
@@ -26,18 +25,6 @@ from ..named import NamedTensor, Sent
 from .buffers import aligned_empty
 from .exchange import HOROVOD_DTYPES
 from .graphs import refuse_xla
-
-_calls = threading.local()
-
-
-@contextlib.contextmanager
-def in_group() -> Iterator[None]:
-    """Within it, every tensor is made one for Horovod's grouped allreduce, whose tensors have one dtype."""
-    _calls.grouped = True
-    try:
-        yield
-    finally:
-        _calls.grouped = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +67,7 @@ class Summed:
             sent = Sent(number, tuple(shape.tolist()), bool(compressed), rank, ranks)
             elements = int(np.prod(shape, dtype=np.int64))
             out = aligned_empty(exact.size * elements).view(exact.as_numpy_dtype)
-            if _too_small(self.config, elements):
+            if not self.config.compresses(elements):
                 out[:] = words
             elif self.tensor is not None:
                 self.tensor.decode(sent, words, out)
@@ -120,8 +107,8 @@ def compress(config: TwoBitConfig, tensor: Any,
     if not tensor.dtype.is_floating:
         return tensor, None
     elements = tensor.shape.num_elements()
-    if elements is not None and _too_small(config, elements):
-        if getattr(_calls, "grouped", False):
+    if elements is not None and not config.compresses(elements):
+        if is_in_group():
             return tf.cast(tensor, tf.float64), Converted(tensor.dtype)
         if tensor.dtype in HOROVOD_DTYPES:
             return tensor, None
@@ -131,7 +118,7 @@ def compress(config: TwoBitConfig, tensor: Any,
     def encode(flat: np.ndarray, shape: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         rank, ranks = hvd.rank(), hvd.size()  # Read anew in every step: an elastic job changes them.
         number, compressed = 0, True
-        if _too_small(config, flat.size):
+        if not config.compresses(flat.size):
             words = flat.astype(np.float64)
         elif tensor_of is not None:
             words, sent = tensor_of.encode(tuple(shape.tolist()), flat, rank, ranks)
@@ -153,13 +140,8 @@ def compress(config: TwoBitConfig, tensor: Any,
         return words, sent
 
     words, sent = _without_derivative(build)(tensor)
-    words._holds_twobit_words = True
+    mark_words(words)
     return words, Summed(config, tensor_of, sent, tf.shape(tensor), tensor.shape, tensor.dtype)
-
-
-def holds_words(wire: Any) -> bool:
-    """Whether Horovod is about to reduce words, which it must do with a sum."""
-    return getattr(wire, "_holds_twobit_words", False)
 
 
 def follow_after(last: tf.Tensor) -> tf.Tensor:
@@ -178,10 +160,6 @@ def follow_after(last: tf.Tensor) -> tf.Tensor:
         gathered = hvd.allgather(mine, name="HorovodAllgather/twobit.join/", ignore_name_scope=True)
         with tf.control_dependencies([tf.numpy_function(follow, [gathered], tf.int32)]):
             return tf.identity(last)
-
-
-def _too_small(config: TwoBitConfig, elements: int) -> bool:
-    return elements < config.min_elements
 
 
 def _without_derivative(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,6 @@ as well, where it is about to send what ``TwoBit.compress`` made.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -26,13 +25,14 @@ import horovod.tensorflow.mpi_ops as horovod_ops
 import tensorflow as tf
 from horovod.common.elastic import ObjectState
 
+from ..calls import hold_words, in_group
 from ..compression import is_twobit
 from ..errors import ConfigError, UnsupportedOperationError
-from ..horovod_form import Expected, check_form, replace
+from ..horovod_form import Expected, arguments, check_form, replace
 from ..reduction import Reduction, refuse_op, refuse_reducescatter
 from ..residuals import ResidualRegistry
 from . import elastic
-from .allreduce import follow_after, holds_words, in_group
+from .allreduce import follow_after
 from .compressor import TwoBit
 from .exchange import exchange
 from .graphs import refuse_argument
@@ -220,7 +220,7 @@ class _OfTape(_AllreduceGrads):
 # The functions below take the place of Horovod's; ``original`` is Horovod's.
 
 def _make_allreduce_grads_fn(original: Any, *args: Any, **kwargs: Any) -> Any:
-    given = _arguments(original, args, kwargs)
+    given = arguments(original, args, kwargs)
     compression = TwoBit.instance(given["compression"])
     if compression is None:
         return original(*args, **kwargs)
@@ -232,13 +232,13 @@ def _make_allreduce_grads_fn(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_adasum(original: Any, *args: Any, **kwargs: Any) -> None:
-    if TwoBit.instance(_arguments(original, args, kwargs)["compression"]) is not None:
+    if TwoBit.instance(arguments(original, args, kwargs)["compression"]) is not None:
         refuse_op(hvd, hvd.Adasum)
     original(*args, **kwargs)
 
 
 def _refuse_keras_3(original: Any, *args: Any, **kwargs: Any) -> Any:
-    given = _arguments(original, args, kwargs)
+    given = arguments(original, args, kwargs)
     if TwoBit.instance(given["compression"]) is not None:
         kind = type(given["optimizer"])
         version = _version_of_keras_3(kind)
@@ -251,7 +251,7 @@ def _refuse_keras_3(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_keras_3_models(original: Any, *args: Any, **kwargs: Any) -> Any:
-    given = _arguments(original, args, kwargs)
+    given = arguments(original, args, kwargs)
     sgd = given["keras"].optimizers.SGD
     if _version_of_keras_3(sgd) is not None:
         # Keras 3 would make the optimizer without wrapping it. Only this function knows the compression.
@@ -261,7 +261,7 @@ def _refuse_keras_3_models(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 @tf.autograph.experimental.do_not_convert
 def _gradient(original: Any, *args: Any, **kwargs: Any) -> Any:
-    given = _arguments(original, args, kwargs)
+    given = arguments(original, args, kwargs)
     if not isinstance(given["self"]._allreduce_grads, _OfTape):
         return original(*args, **kwargs)
     for source in tf.nest.flatten(given["sources"]):
@@ -277,7 +277,7 @@ def _gradient(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 @tf.autograph.experimental.do_not_convert
 def _allreduce(original: Any, *args: Any, **kwargs: Any) -> Any:
-    given = _arguments(original, args, kwargs)
+    given = arguments(original, args, kwargs)
     if not is_twobit(given["compression"]):
         return original(*args, **kwargs)
     if given["op"] not in (None, hvd.Average, hvd.Sum):
@@ -288,22 +288,22 @@ def _allreduce(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 @tf.autograph.experimental.do_not_convert
 def _allreduce_words(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    op = _arguments(original, (tensors, *args), kwargs)["op"]
-    if op not in (hvd.Average, hvd.Sum) and _hold_words(tensors):
+    op = arguments(original, (tensors, *args), kwargs)["op"]
+    if op not in (hvd.Average, hvd.Sum) and hold_words(tensors):
         refuse_op(hvd, op)
     return original(tensors, *args, **kwargs)
 
 
 @tf.autograph.experimental.do_not_convert
 def _reducescatter(original: Any, *args: Any, **kwargs: Any) -> Any:
-    if is_twobit(_arguments(original, args, kwargs)["compression"]):
+    if is_twobit(arguments(original, args, kwargs)["compression"]):
         refuse_reducescatter(original.__name__)
     return original(*args, **kwargs)
 
 
 @tf.autograph.experimental.do_not_convert
 def _reducescatter_words(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    if _hold_words(tensors):
+    if hold_words(tensors):
         refuse_reducescatter("reducescatter")
     return original(tensors, *args, **kwargs)
 
@@ -311,10 +311,6 @@ def _reducescatter_words(original: Any, tensors: Any, *args: Any, **kwargs: Any)
 @tf.autograph.experimental.do_not_convert
 def _join(original: Any) -> tf.Tensor:
     return follow_after(original())
-
-
-def _hold_words(tensors: Any) -> bool:
-    return any(map(holds_words, tensors if isinstance(tensors, (list, tuple)) else [tensors]))
 
 
 def _version_of_keras_3(kind: type) -> str | None:
@@ -325,9 +321,3 @@ def _version_of_keras_3(kind: type) -> str | None:
         if package == "keras" and int(version.partition(".")[0]) >= 3:
             return version
     return None
-
-
-def _arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    given = inspect.signature(function).bind(*args, **kwargs)
-    given.apply_defaults()
-    return given.arguments

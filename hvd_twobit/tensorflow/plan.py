@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ import tensorflow as tf
 from horovod.common.util import split_list
 
 from ..agreement import Exchanged, Statement
-from ..buckets import Bucket, Part
+from ..buckets import Bucket
 from ..config import TwoBitConfig
 from ..reduction import Reduction, refuse_dtype
 from ..transports import Planned, plan_buckets, transport_of
@@ -215,7 +214,7 @@ class Plan:
         steady = all(yes for unit, yes in zip(self._units, compressed) if unit.travel is Travel.COMPRESSED)
         for unit, shape, yes in zip(self._units, known, compressed):
             if yes and shape is not None:
-                yield bucket_of(self._tensors[unit.positions[0]].label, shape)
+                yield Bucket.of(self._tensors[unit.positions[0]].label, shape)
             elif yes and not steady:
                 for load in self.loads_of(unit):
                     yield from load.buckets
@@ -248,11 +247,6 @@ class Plan:
                 unit.travel is Travel.BY_SIZE and self._compresses(tensor, shape))
             stated.append(Exchanged(tensor.label, elements, compressible, compressed, self._first_of[tensor.group]))
         return stated
-
-
-def bucket_of(name: str, shape: Sequence[int]) -> Bucket:
-    """The bucket of a tensor that travels alone, whatever its size."""
-    return Bucket((Part(name, tuple(shape), 0, math.prod(shape)),))
 
 
 def describe(config: TwoBitConfig, gradient: Any, variable: Any, label: str, residuals: VariableResiduals | None,

@@ -32,7 +32,7 @@ from ..tallies import TallyLayout
 from ..transports import transport_of
 from .buffers import aligned_empty, aligned_zeros
 from .graphs import collective_name, held_until
-from .plan import Settings, Tensor, bucket_of
+from .plan import Settings, Tensor
 
 _KIND = "HorovodAllgather"
 """What alltoalls are called too: ``hvd.elastic.run`` of Horovod 0.28.1 takes an alltoall that failed for a mistake."""
@@ -188,7 +188,7 @@ class Transfer:
         return transport_of(self._config, bucket.elements, self._process_set.size())
 
     def _bucket(self, number: int, shapes: Sequence[np.ndarray]) -> Bucket:
-        return bucket_of(self._tensors[0].name, shapes[0].tolist()) if self._by_size else self._buckets[number]
+        return Bucket.of(self._tensors[0].name, shapes[0].tolist()) if self._by_size else self._buckets[number]
 
     def _layout(self, number: int, chunks: int, shapes: Sequence[np.ndarray]) -> BucketLayout:
         """The layout of a bucket; the last one is kept, as what it depends on changes seldom."""

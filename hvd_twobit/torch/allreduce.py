@@ -6,32 +6,17 @@ whatever their dtype, shape, layout and device, and says which go Horovod's own 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
-from collections.abc import Iterator
-from typing import Any
 
 import horovod.torch as hvd
 import torch
 
+from ..calls import is_in_group, mark_words
 from ..config import TwoBitConfig
 from ..digit_codec import quantize_once, sum_of
 from ..errors import UnsupportedOperationError
 from ..named import NamedTensor, Sent
 from .exchange import HOROVOD_DTYPES, as_flat_float32
-
-_calls = threading.local()
-
-
-@contextlib.contextmanager
-def in_group() -> Iterator[None]:
-    """Within it, every tensor is made one for Horovod's grouped allreduce, whose tensors have one dtype and device."""
-    _calls.grouped = True
-    try:
-        yield
-    finally:
-        _calls.grouped = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +78,8 @@ def compress(config: TwoBitConfig, tensor: torch.Tensor,
     """
     if not tensor.dtype.is_floating_point or tensor.layout != torch.strided:
         return tensor, None
-    if tensor.numel() < config.min_elements:
-        if getattr(_calls, "grouped", False):
+    if not config.compresses(tensor.numel()):
+        if is_in_group():
             return tensor.to("cpu", torch.float64), Converted(tensor.dtype, tensor.device)
         if tensor.dtype in HOROVOD_DTYPES:
             return tensor, None
@@ -113,15 +98,5 @@ def compress(config: TwoBitConfig, tensor: torch.Tensor,
         values = tensor.detach().reshape(-1).cpu() if exact else as_flat_float32(tensor)
         words, sent = named.encode(shape, values.numpy(), rank, ranks)
     wire = torch.from_numpy(words)
-    mark(wire)
+    mark_words(wire)
     return wire, Summed(config, named, sent, tensor.dtype, tensor.device)
-
-
-def mark(wire: Any) -> None:
-    """Remember that a tensor holds words, so that ``holds_words`` knows it where Horovod is about to reduce it."""
-    wire._holds_twobit_words = True
-
-
-def holds_words(wire: Any) -> bool:
-    """Whether Horovod is about to reduce words, which it must do with a sum."""
-    return getattr(wire, "_holds_twobit_words", False)

@@ -28,12 +28,12 @@ import numpy as np
 import torch
 
 from .. import joining
+from ..calls import hold_words, in_group
 from ..compression import NamedCompression, is_twobit
 from ..errors import ConfigError, UnsupportedOperationError
-from ..horovod_form import Expected, check_form, replace
+from ..horovod_form import Expected, arguments, check_form, replace
 from ..reduction import refuse_op, refuse_reducescatter
 from ..residuals import ResidualRegistry
-from .allreduce import holds_words, in_group
 from .compressor import TwoBit
 from .elastic import register
 from .exchange import Exchange, Handle, Pending
@@ -227,7 +227,7 @@ def _refuse_adasum(original: Any, self: Any, params: Any, named_parameters: Any,
 
 
 def _allreduce(original: Any, *args: Any, **kwargs: Any) -> Any:
-    given = _arguments(original, args, kwargs)
+    given = arguments(original, args, kwargs)
     compression = given["compression"]
     if not is_twobit(compression):
         return original(*args, **kwargs)
@@ -242,19 +242,19 @@ def _allreduce(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _allreduce_async(original: Any, tensors: Any, outputs: Any, name: Any, op: Any, *args: Any) -> Any:
-    if op not in (hvd.Average, hvd.Sum) and _hold_words(tensors):
+    if op not in (hvd.Average, hvd.Sum) and hold_words(tensors):
         refuse_op(hvd, op)
     return original(tensors, outputs, name, op, *args)
 
 
 def _reducescatter(original: Any, *args: Any, **kwargs: Any) -> Any:
-    if is_twobit(_arguments(original, args, kwargs)["compression"]):
+    if is_twobit(arguments(original, args, kwargs)["compression"]):
         refuse_reducescatter(original.__name__)
     return original(*args, **kwargs)
 
 
 def _reducescatter_async(original: Any, tensors: Any, *args: Any) -> Any:
-    if _hold_words(tensors):
+    if hold_words(tensors):
         refuse_reducescatter("reducescatter")
     return original(tensors, *args)
 
@@ -267,15 +267,6 @@ def _join(original: Any, *args: Any, **kwargs: Any) -> int:
     joining.follow(gathered.numpy().tobytes())
     return last
 
-
-def _hold_words(tensors: Any) -> bool:
-    return any(map(holds_words, tensors if isinstance(tensors, (list, tuple)) else [tensors]))
-
-
-def _arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    given = inspect.signature(function).bind(*args, **kwargs)
-    given.apply_defaults()
-    return given.arguments
 
 
 def _start(self: Any, ps: Sequence[torch.nn.Parameter]) -> list[tuple[Handle, Pending | None]]:
