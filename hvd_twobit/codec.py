@@ -31,7 +31,7 @@ from .config import TwoBitConfig
 from .errors import PayloadError, ResidualError
 from .levels import levels_of
 from .residuals import ResidualRegistry
-from .tallies import TallyLayout, new_sums
+from .tallies import TallyLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Codec:
 
     def compresses(self, elements: int) -> bool:
         """Whether a tensor of so many elements is compressed once it is ready, or always travels as it is."""
-        return elements >= self._config.min_elements
+        return self._config.compresses(elements)
 
     def layout(self, bucket: Bucket, chunks: int) -> BucketLayout:
         """How a bucket lies in ``chunks`` payloads: 1 for an allgather, one per rank for ``sra``."""
@@ -216,23 +216,39 @@ class Codec:
                    chunk.layout.table(memory)[blocks])
 
     def _encode(self, part: Part, gradient: np.ndarray, codes: np.ndarray, table: np.ndarray) -> None:
+        selected_sum, selected_count = self.quantize(part, gradient, codes, codes.nbytes + table.nbytes)
+        residual = self._residuals.tensor(part.name, part.shape).residual[part.start:part.stop]
+        self._levels.write_table(table, selected_sum, selected_count, residual)
+
+    def quantize(self, part: Part, gradient: np.ndarray, codes: np.ndarray,
+                 nbytes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Add a part of a gradient to the residual, take out what two bits can say, and keep count of it.
+
+        Args:
+            part: which part; those of a tensor in their order.
+            gradient: float32[elements], the whole tensor's, contiguous; not changed.
+            codes: uint8[4 * ceil(n / 16)] for a part of n elements, overwritten.
+            nbytes: bytes that will be sent of the part, for statistics.
+
+        Returns:
+            What ``quantize_pack`` returns: sum and number of the selected magnitudes in each block.
+        """
         state = self._residuals.tensor(part.name, part.shape)
         if part.start == 0:
             state.remember(with_residual=self._residuals.can_undo)
             state.statistics.before(gradient)
         quantizer = self._levels.quantizer(None if state.levels is None else state.levels[self._blocks(part)],
                                            part.elements, self._loss_scale)
-        residual = state.residual[part.start:part.stop]
-        selected_sum, selected_count = self._kernels.quantize_pack(gradient[part.start:part.stop], residual, codes,
-                                                                   quantizer)
-        self._levels.write_table(table, selected_sum, selected_count, residual)
-        state.statistics.add(int(selected_count.sum()), codes.nbytes + table.nbytes)
+        selected = self._kernels.quantize_pack(gradient[part.start:part.stop], state.residual[part.start:part.stop],
+                                               codes, quantizer)
+        state.statistics.add(int(selected[1].sum()), nbytes)
         if part.is_last:
             state.statistics.after(state.residual, float(quantizer.positive_level.mean() if state.levels is None
                                                          else state.levels.mean()))
             if self._warns and not self._config.adaptive:
                 threshold = min(float(quantizer.positive_threshold[0]), -float(quantizer.negative_threshold[0]))
                 state.statistics.warn_of_fixed_threshold(part.name, threshold, state.residual)
+        return selected
 
     def seal(self, layout: BucketLayout, payloads: np.ndarray) -> None:
         """Write the headers, when all tensors of a bucket are encoded."""
@@ -254,7 +270,7 @@ class Codec:
         """
         chunk, = layout.chunks
         received, own = self._received(layout, chunk, gathered, ranks)
-        return Contents(layout, [received], [self._levels.pairs(own, list(received.headers.values()))],
+        return Contents(layout, [received], [self._levels.pairs(own, received.headers.values())],
                         [self._levels.next(own, received, chunk.layout)])
 
     def sum(self, layout: BucketLayout, rank: int, received: np.ndarray, ranks: int) -> np.ndarray:
@@ -274,18 +290,15 @@ class Codec:
         """
         chunk = layout.chunks[rank]
         arrived, own = self._received(layout, chunk, received, ranks)
-        levels = self._levels.pairs(own, list(arrived.headers.values()))
+        levels = self._levels.pairs(own, arrived.headers.values())
         common = bool((levels == levels[:1]).all())
-        first = arrived.headers[0]
-        block_elements = first.block_elements
         if common:
             planes = 1 if (levels[0, :, 0] == -levels[0, :, 1]).all() else 2
             bits = kernels.count_bits(ranks)
-            sums = chunk.layout.new_sums(payload.SumsHeader(bits, planes, first.element_count, first.positive_level,
-                                                            first.negative_level, block_elements))
+            sums = chunk.layout.new_counts(bits, planes, arrived.headers[0])
             self._kernels.pack_counts(arrived.codes, bits, sums.planes)
         else:  # Adaptive levels are equal, so these are fixed, with one block.
-            sums = chunk.layout.new_sums(payload.SumsHeader(payload.FLOAT32_SUMS, 1, first.element_count))
+            sums = chunk.layout.new_sums(payload.SumsHeader(payload.FLOAT32_SUMS, 1, chunk.layout.elements))
             values = sums.planes[0].view(np.float32)
             self._kernels.unpack_sum(arrived.codes, np.ascontiguousarray(levels), kernels.whole_tensor(values.size),
                                      values, 1.0)
@@ -352,14 +365,14 @@ class Codec:
         chunk, = layout.chunks
         arrived, contributors = added.received(integers, layout.bucket.label)
         own = self._check_levels(layout, chunk, arrived.headers)
-        levels = self._levels.pairs(own, list(arrived.headers.values()))
+        levels = self._levels.pairs(own, arrived.headers.values())
         if (levels != levels[:1]).any():
             raise PayloadError(f"{layout.bucket.label}: ranks have thresholds {sorted(set(map(tuple, levels[:, 0])))}, "
                                "and transport=\"allreduce\" cannot add up codes that mean different numbers: give "
                                "TwoBit the same thresholds on every rank, or another transport")
-        sums = new_sums(added, next(iter(arrived.headers.values())))
-        self._kernels.unpack_tallies(added.digits(integers), added.tallies, contributors, sums.header.form,
-                                     sums.planes)
+        tallies, bits = added.tallies, kernels.count_bits(added.tallies.ranks)
+        sums = chunk.layout.new_counts(bits, tallies.planes, next(iter(arrived.headers.values())))
+        self._kernels.unpack_tallies(added.digits(integers), tallies, contributors, bits, sums.planes)
         added.spread(integers, sums)
         return Contents(layout, [sums], [levels[:1]], [self._levels.next(own, arrived, chunk.layout)])
 
@@ -372,10 +385,11 @@ class Codec:
             out: float32[elements], the whole tensor's, contiguous.
             scale: factor of the sum, for example ``1 / ranks`` for an average.
         """
+        following: np.ndarray | None = None
         for number, run, part in contents.layout.places(name):
             layout, arrived = contents.layout.chunks[number].layout, contents.chunks[number]
             blocks, words = layout.run_blocks[run], layout.run_words[run]
-            levels = contents.levels[number]
+            levels, next_levels = contents.levels[number], contents.next_levels[number]
             if layout.block_elements:
                 levels = levels[:, blocks]
             block_elements = layout.block_elements or kernels.whole_tensor(part.elements)
@@ -392,7 +406,12 @@ class Codec:
                 self._kernels.unpack_counts(arrived.planes[:, width * words.start:width * words.stop],
                                             arrived.header.form, np.ascontiguousarray(levels[0]), block_elements,
                                             values, scale)
-            self._move_on(part, contents.next_levels[number], blocks)
+            if next_levels is not None:
+                if following is None:
+                    following = self._known_levels(part).copy()
+                following[self._blocks(part)] = next_levels[blocks]
+        if following is not None:
+            self._residuals.tensor(part.name, part.shape).levels = following
 
     def _received(self, layout: BucketLayout, chunk: Chunk, received: np.ndarray,
                   ranks: int) -> tuple[payload.Received, np.ndarray | None]:
@@ -428,23 +447,15 @@ class Codec:
         """This rank's adaptive levels of some parts, float32[blocks]; None where levels are fixed."""
         if not self._config.adaptive:
             return None
-        levels = [np.empty(0, np.float32)]
-        for part in parts:
-            known = self._residuals.tensor(part.name, part.shape).levels
-            assert known is not None
-            levels.append(known[self._blocks(part)])
-        return np.concatenate(levels)
+        return np.concatenate([np.empty(0, np.float32), *(self._known_levels(part)[self._blocks(part)]
+                                                          for part in parts)])
+
+    def _known_levels(self, part: Part) -> np.ndarray:
+        """This rank's adaptive levels of all of a part's tensor, never changed in place."""
+        levels = self._residuals.tensor(part.name, part.shape).levels
+        assert levels is not None
+        return levels
 
     def _checksum(self, parts: tuple[Part, ...]) -> int:
         levels = self._levels_of(parts)
         return 0 if levels is None else zlib.crc32(levels.tobytes())
-
-    def _move_on(self, part: Part, following: np.ndarray | None, blocks: slice) -> None:
-        """Take over the next levels of a part."""
-        if following is None:
-            return
-        state = self._residuals.tensor(part.name, part.shape)
-        assert state.levels is not None
-        levels = state.levels.copy()
-        levels[self._blocks(part)] = following[blocks]
-        state.levels = levels

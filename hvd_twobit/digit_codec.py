@@ -20,6 +20,7 @@ import dataclasses
 import numpy as np
 
 from . import kernels
+from .buckets import Bucket
 from .codec import Codec
 from .config import TwoBitConfig
 from .digits import DigitLayout, Tail, fingerprint
@@ -66,7 +67,6 @@ class DigitCodec:
         self._residuals = residuals
         self._levels = levels_of(config)
         self._kernels = kernels.load(backend)
-        self._warns = warns
         self._codec = Codec(config, residuals, backend, warns)
         self._buffers: dict[str, _Buffer] = {}
 
@@ -97,23 +97,15 @@ class DigitCodec:
         """
         state = self._residuals.tensor(name, shape)
         buffer = self._buffer(name, gradient.size, ranks)
-        layout, levels = buffer.layout, state.levels
-        loss_scale = self._residuals.loss_scale or 1.0
-        quantizer = self._levels.quantizer(levels, gradient.size, loss_scale)
-        state.remember(with_residual=self._residuals.can_undo)
-        state.statistics.before(gradient)
-        residual = state.residual
-        selected_sum, selected_count = self._kernels.quantize_pack(gradient, residual, buffer.packed, quantizer)
-        self._kernels.pack_digits(buffer.packed, layout.digits, layout.content(buffer.words))
+        layout = buffer.layout
+        content, table = layout.content(buffer.words), layout.table(buffer.words)
+        whole, = Bucket.of(name, shape).parts
+        selected_sum, selected_count = self._codec.quantize(whole, gradient, buffer.packed,
+                                                            content.nbytes + table.nbytes)
+        self._kernels.pack_digits(buffer.packed, layout.digits, content)
         layout.write_tail(buffer.words, rank, self._mark(state))
         if isinstance(self._levels, AdaptiveLevels):
-            layout.table(buffer.words)[:] = self._levels.sums(selected_sum, selected_count, residual)
-        state.statistics.add(int(selected_count.sum()),
-                             layout.content(buffer.words).nbytes + layout.table(buffer.words).nbytes)
-        state.statistics.after(residual, float(quantizer.positive_level.mean()))
-        if self._warns and not self._config.adaptive:
-            threshold = min(float(quantizer.positive_threshold[0]), -float(quantizer.negative_threshold[0]))
-            state.statistics.warn_of_fixed_threshold(name, threshold, residual)
+            table[:] = self._levels.sums(selected_sum, selected_count, state.residual)
         return buffer.words
 
     def decode(self, name: str, shape: tuple[int, ...], words: np.ndarray, rank: int, ranks: int,

@@ -19,7 +19,7 @@ Sources: S. Lloyd, "Least squares quantization in PCM", 1982, for the centroid; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import numpy as np
 
@@ -76,7 +76,7 @@ class FixedLevels:
                               for threshold in np.array([self._positive, -self._negative]))
         return positive, -negative
 
-    def pairs(self, levels: np.ndarray | None, headers: Sequence[Header]) -> np.ndarray:
+    def pairs(self, levels: np.ndarray | None, headers: Collection[Header]) -> np.ndarray:
         """What codes stand for: float32[ranks, 1, 2], positive and negative level of each rank."""
         return np.array([[[header.positive_level, header.negative_level]] for header in headers], np.float32)
 
@@ -124,7 +124,7 @@ class AdaptiveLevels:
         """The header, with the levels' checksum."""
         return Header(elements, block_elements=self._block_elements, levels_checksum=levels_checksum)
 
-    def pairs(self, levels: np.ndarray | None, headers: Sequence[Header]) -> np.ndarray:
+    def pairs(self, levels: np.ndarray | None, headers: Collection[Header]) -> np.ndarray:
         """What codes stand for: float32[ranks, blocks, 2], the same for all ranks."""
         assert levels is not None
         pairs = np.stack([levels, -levels], axis=-1)
@@ -174,10 +174,8 @@ class AdaptiveLevels:
     def write_table(self, table: np.ndarray, selected_sum: np.ndarray, selected_count: np.ndarray,
                     residual: np.ndarray) -> None:
         """Fill the block table of this rank's payload from what ``quantize_pack`` returned and left."""
-        silent = np.flatnonzero(selected_count == 0)
-        if silent.size:
-            selected_sum[silent] = np.minimum(self._block_sums(residual, silent), _FLOAT32_MAX)
-        np.minimum(selected_sum, _FLOAT32_MAX, out=table["selected_sum"])
+        sums = self.sums(selected_sum, selected_count, residual)
+        table["selected_sum"] = sums[:, 0] + sums[:, 2]  # One of them is zero.
         table["selected_count"] = selected_count
 
     def block_sizes(self, elements: int) -> np.ndarray:

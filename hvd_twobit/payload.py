@@ -199,6 +199,11 @@ class Layout:
         memory[:HEADER_NBYTES] = np.frombuffer(header.pack(), np.uint8)
         return self.sums(memory, header)
 
+    def new_counts(self, bits: int, planes: int, header: Header) -> Sums:
+        """Counts without content, of codes that stand for what a payload's header says."""
+        return self.new_sums(SumsHeader(bits, planes, self.elements, header.positive_level, header.negative_level,
+                                        self.block_elements))
+
     def sums(self, memory: np.ndarray, header: SumsHeader) -> Sums:
         """Views of the parts of sums in the memory that holds them."""
         start = HEADER_NBYTES + _padded(4 * self.blocks)
@@ -322,20 +327,14 @@ def parse(payload: np.ndarray, layout: Layout, whose: str) -> Header:
     """
     fields = _HEADER.unpack(payload[:HEADER_NBYTES].tobytes())
     magic, version, flags, reserved, count, block_elements, positive, negative, checksum = fields
-    if magic != MAGIC:
-        raise PayloadError(f"{whose} begins with {magic!r} instead of {MAGIC!r}: it was not sent by hvd_twobit")
-    if version != VERSION:
-        raise PayloadError(f"{whose} has version {version}, this rank reads version {VERSION}: "
-                           "install the same hvd_twobit on every rank")
+    _check_beginning(whose, magic, MAGIC, version)
     if count != layout.elements:
         raise PayloadError(f"{whose} has an element_count of {count}, on this rank the tensor has {layout.elements} "
                            "elements: build the same model on every rank")
     if flags or reserved:
         raise PayloadError(f"{whose} has flags {flags:#x} and a reserved field {reserved:#x}, where version {VERSION} "
                            "has zeros: bytes are damaged")
-    if block_elements != layout.block_elements:
-        raise PayloadError(f"{whose} has block_elements {block_elements}, this rank's has {layout.block_elements} "
-                           "(0 stands for a fixed threshold): give TwoBit the same arguments on every rank")
+    _check_blocks(whose, block_elements, layout)
     if block_elements:
         if positive or negative:
             raise PayloadError(f"{whose} has levels {positive!r} and {negative!r} in its header, where adaptive levels "
@@ -351,17 +350,27 @@ def parse(payload: np.ndarray, layout: Layout, whose: str) -> Header:
     return Header(count, positive, negative)
 
 
+def _check_beginning(whose: str, magic: bytes, expected: bytes, version: int) -> None:
+    if magic != expected:
+        raise PayloadError(f"{whose} begins with {magic!r} instead of {expected!r}: it was not sent by hvd_twobit")
+    if version != VERSION:
+        raise PayloadError(f"{whose} has version {version}, this rank reads version {VERSION}: "
+                           "install the same hvd_twobit on every rank")
+
+
+def _check_blocks(whose: str, block_elements: int, layout: Layout) -> None:
+    if block_elements != layout.block_elements:
+        raise PayloadError(f"{whose} has block_elements {block_elements}, this rank's has {layout.block_elements} "
+                           "(0 stands for a fixed threshold): give TwoBit the same arguments on every rank")
+
+
 def _parse_sums(content: np.ndarray, layout: Layout, whose: str) -> SumsHeader:
     if content.size < HEADER_NBYTES:
         raise PayloadError(f"{whose} has {content.size} bytes left of those that arrived, fewer than a header of "
                            f"{HEADER_NBYTES}")
     fields = _SUMS_HEADER.unpack(content[:HEADER_NBYTES].tobytes())
     magic, version, form, planes, reserved, count, block_elements, positive, negative, reserved_too = fields
-    if magic != SUMS_MAGIC:
-        raise PayloadError(f"{whose} begins with {magic!r} instead of {SUMS_MAGIC!r}: it was not sent by hvd_twobit")
-    if version != VERSION:
-        raise PayloadError(f"{whose} has version {version}, this rank reads version {VERSION}: "
-                           "install the same hvd_twobit on every rank")
+    _check_beginning(whose, magic, SUMS_MAGIC, version)
     if form not in (*COUNT_BITS, FLOAT32_SUMS) or planes not in (1, 2) or (form == FLOAT32_SUMS and planes != 1):
         raise PayloadError(f"{whose} has form {form} and {planes} planes, which there is not: bytes are damaged")
     if reserved or reserved_too:
@@ -370,9 +379,7 @@ def _parse_sums(content: np.ndarray, layout: Layout, whose: str) -> SumsHeader:
     if count != layout.elements:
         raise PayloadError(f"{whose} has an element_count of {count}, on this rank it has {layout.elements} elements: "
                            "build the same model on every rank")
-    if block_elements != layout.block_elements:
-        raise PayloadError(f"{whose} has block_elements {block_elements}, this rank's has {layout.block_elements} "
-                           "(0 stands for a fixed threshold): give TwoBit the same arguments on every rank")
+    _check_blocks(whose, block_elements, layout)
     if block_elements or form == FLOAT32_SUMS:
         if positive or negative:
             raise PayloadError(f"{whose} has levels {positive!r} and {negative!r} in its header, where adaptive levels "

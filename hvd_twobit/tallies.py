@@ -20,10 +20,13 @@ import numpy as np
 
 from . import payload
 from .errors import PayloadError
-from .kernels import ELEMENTS_PER_WORD, Tallies, count_bits, counts_nbytes
+from .kernels import ELEMENTS_PER_WORD, Tallies, counts_nbytes
 
 _HEADER_INTEGERS = payload.HEADER_NBYTES // 4
 _TABLE_INTEGERS = payload.BLOCK_TABLE.itemsize // 4
+
+_NAN_BYTES = {4: np.array([0x88], np.uint8), 8: np.array([0x80], np.uint8), 16: np.array([0x00, 0x80], np.uint8)}
+"""By the bits of a count, the bytes of those that stand for NaN."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,19 +108,10 @@ class TallyLayout:
         flagged = self.not_finite(integers) != 0
         if not flagged.any():
             return
-        lowest = np.frombuffer((-(1 << (bits - 1)) % (1 << max(bits, 8))).to_bytes(max(bits, 8) // 8, "little"),
-                               np.uint8) if bits != 4 else np.array([0x88], np.uint8)
         words_per_span = self.span_elements // ELEMENTS_PER_WORD
         for words, spans in zip(self.layout.run_words, self._spans.run_blocks):
             for span in np.flatnonzero(flagged[spans]):
                 first = words.start + int(span) * words_per_span
                 stop = min(first + words_per_span, words.stop)
                 part = sums.planes[:, counts_nbytes(first, bits):counts_nbytes(stop, bits)]
-                part[:] = np.tile(lowest, part.shape[1] // lowest.size)
-
-
-def new_sums(layout: TallyLayout, header: payload.Header) -> payload.Sums:
-    """Where to put the counts that integers tell."""
-    return layout.layout.new_sums(payload.SumsHeader(
-        count_bits(layout.tallies.ranks), layout.tallies.planes, layout.layout.elements, header.positive_level,
-        header.negative_level, layout.layout.block_elements))
+                part[:] = np.resize(_NAN_BYTES[bits], part.shape[1])
