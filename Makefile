@@ -34,7 +34,7 @@ soak: setup  ## kill, add and remove workers of elastic jobs at random for SOAK_
 bench: setup  ## measure the kernels
 	@.venv/bin/python -m hvd_twobit bench kernels
 
-bench-network: setup  ## measure exchanges over links of 100 Mbit/s to 10 Gbit/s (root; 40 minutes); writes docs/benchmarks.md
+bench-network: setup  ## measure exchanges over links of 100 Mbit/s to 10 Gbit/s as root; writes docs/benchmarks.md
 	@.venv/bin/python -m benchmarks.network $(NETWORK_ARGS)
 
 lint: setup  ## check style and types

@@ -36,8 +36,9 @@ too; each has collectives of its own. Horovod's own allreduces are fused up to 1
 (``exchange_s``). Of the largest bucket nothing overlaps: ``compute + max(all exchange, all other compute)``. Overlap
 with the backward pass is not in the model: the time is that of an exchange in which all gradients are there at once.
 
-Also left out: the agreement (an allgather of 32 bytes per rank), small tensors, which travel uncompressed, stragglers,
-congestion. Each rank is taken to have a link and a processor of its own.
+Also left out: that the first bucket and the ends of a large tensor are smaller (``buckets``), the agreement (an
+allgather of 32 bytes per rank), small tensors, which travel uncompressed, stragglers, congestion. Each rank is taken to
+have a link and a processor of its own.
 
 [1] R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
     Int. J. High Performance Computing Applications 19(1), 2005.

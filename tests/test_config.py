@@ -182,3 +182,18 @@ def test_description_names_the_arguments_that_make_the_configuration() -> None:
     for config in (TwoBitConfig(), TwoBitConfig(0.25, -0.75, 0), TwoBitConfig(0.25, -0.25, warmup_steps=3),
                    TwoBitConfig(None, None, 5, 7, 160)):
         assert eval(f"TwoBitConfig.from_arguments({describe(config)})") == config
+
+
+def test_the_environment_overrides_the_transport_that_a_script_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TwoBitConfig.from_arguments().transport == "auto"
+    assert TwoBitConfig.from_arguments(transport="sra").transport == "sra"
+    monkeypatch.setenv("HVD_TWOBIT_TRANSPORT", "allreduce")
+    assert TwoBitConfig.from_arguments().transport == "allreduce"
+    assert TwoBitConfig.from_arguments(transport="sra").transport == "allreduce"
+    assert TwoBitConfig.from_params({"compress": "2bit"}).transport == "allreduce"
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf"), "25", True])
+def test_a_bucket_has_a_size_above_zero(size: Any) -> None:
+    with pytest.raises(ConfigError, match="bucket_cap_mb must be"):
+        TwoBitConfig.from_arguments(bucket_cap_mb=size)
