@@ -175,6 +175,13 @@ def assert_same_bits(found: np.ndarray, wanted: np.ndarray, what: str) -> None:
                                 f"first {found[different].flat[0]!r} instead of {wanted[different].flat[0]!r}"
 
 
+def assert_same_steps(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray], what: str) -> None:
+    """As many steps, each with the same bits."""
+    assert len(found) == len(wanted), what
+    for number, pair in enumerate(zip(found, wanted)):
+        assert_same_bits(*pair, f"{what}, step {number}")
+
+
 def is_adaptive(compression: Any) -> bool:
     """Whether levels adapt in a TwoBit made of these arguments (None: the class itself; a list: one per rank)."""
     return not isinstance(compression, list) and not any(

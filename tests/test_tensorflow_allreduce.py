@@ -10,7 +10,7 @@ import pytest
 
 from .jobs import results_of, waits_for_the_job
 from .scenarios import allreduce as scenario
-from .simulation import assert_same_bits, simulated
+from .simulation import assert_same_bits, assert_same_steps, simulated
 
 tf = pytest.importorskip("tensorflow")
 pytestmark = waits_for_the_job
@@ -73,8 +73,7 @@ def test_a_named_tensor_in_a_function_equals_the_simulation_for_20_steps(name: s
     steps, tensor = scenario.expected_named(name, len(results))
     for rank, result in enumerate(results):
         found = result["named"][name]
-        for number, (one, other) in enumerate(zip(found["steps"], steps)):
-            assert_same_bits(one, other, f"step {number}, rank {rank}")
+        assert_same_steps(found["steps"], steps, f"rank {rank}")
         assert_same_bits(found["residual"].reshape(-1), tensor.residuals[rank], f"residual, rank {rank}")
         assert_same_bits(found["levels"], np.array(tensor.levels, np.float32), f"levels, rank {rank}")
 
@@ -97,16 +96,10 @@ def test_ranks_may_join_one_after_the_other() -> None:
         wanted = scenario.expected_joining(name, 2, np.float32)
         for rank, result in enumerate(results):
             assert result["last"] == 0
-            seen = wanted[:scenario.steps_before_join(rank)] + wanted[-scenario.STEPS_AFTER_JOIN:]
-            assert len(result["steps"][name]) == len(seen)
-            for number, (one, other) in enumerate(zip(result["steps"][name], seen)):
-                assert_same_bits(one, other, f"{name}, exchange {number}, rank {rank}")
+            assert_same_steps(result["steps"][name], scenario.seen_by(rank, wanted), f"{name}, rank {rank}")
 
 
 def test_tapes_go_on_while_others_have_joined_and_have_equal_levels_afterwards() -> None:
     wanted = scenario.joined_steps(simulated({}, range(2), 43 * 47), 2, 1 / 2)
     for rank, result in enumerate(results_of("tensorflow", 2, "allreduce_join")):
-        seen = wanted[:scenario.steps_before_join(rank)] + wanted[-scenario.STEPS_AFTER_JOIN:]
-        assert len(result["tape"]) == len(seen)
-        for number, (one, other) in enumerate(zip(result["tape"], seen)):
-            assert_same_bits(one, other, f"exchange {number}, rank {rank}")
+        assert_same_steps(result["tape"], scenario.seen_by(rank, wanted), f"rank {rank}")

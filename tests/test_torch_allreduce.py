@@ -11,7 +11,7 @@ import pytest
 from .jobs import results_of, waits_for_the_job
 from .launcher import run_ranks
 from .scenarios import allreduce as scenario
-from .simulation import assert_same_bits
+from .simulation import assert_same_bits, assert_same_steps
 
 pytestmark = waits_for_the_job
 
@@ -76,8 +76,7 @@ def test_a_named_tensor_equals_the_simulation_of_all_ranks_for_20_steps(name: st
     steps, tensor = scenario.expected_named(name, len(results))
     for rank, result in enumerate(results):
         found = result["named"][name]
-        for number, (one, other) in enumerate(zip(found["steps"], steps)):
-            assert_same_bits(one, other, f"step {number}, rank {rank}")
+        assert_same_steps(found["steps"], steps, f"rank {rank}")
         assert_same_bits(found["residual"].reshape(-1), tensor.residuals[rank], f"residual, rank {rank}")
         assert_same_bits(found["levels"], np.array(tensor.levels, np.float32), f"levels, rank {rank}")
 
@@ -110,8 +109,7 @@ def test_a_job_that_tunes_itself_computes_the_same() -> None:
     for name in names:
         steps, _ = scenario.expected_named(name, 2)
         for rank, result in enumerate(results):
-            for number, (one, other) in enumerate(zip(result[name]["steps"], steps)):
-                assert_same_bits(one, other, f"step {number}, rank {rank}")
+            assert_same_steps(result[name]["steps"], steps, f"rank {rank}")
 
 
 def test_ranks_may_join_one_after_the_other() -> None:
@@ -121,10 +119,7 @@ def test_ranks_may_join_one_after_the_other() -> None:
         wanted = scenario.expected_joining(name, len(results))
         for rank, result in enumerate(results):
             assert result["last"] == 0
-            seen = wanted[:scenario.steps_before_join(rank)] + wanted[-scenario.STEPS_AFTER_JOIN:]
-            assert len(result["steps"][name]) == len(seen)
-            for number, (one, other) in enumerate(zip(result["steps"][name], seen)):
-                assert_same_bits(one, other, f"{name}, exchange {number}, rank {rank}")
+            assert_same_steps(result["steps"][name], scenario.seen_by(rank, wanted), f"{name}, rank {rank}")
             assert np.array_equal(result["levels"][name], results[0]["levels"][name])
     joined = [sum(step >= scenario.steps_before_join(rank) for rank in range(4))
               for step in range(scenario.steps_before_join(0))]

@@ -9,7 +9,7 @@ import pytest
 
 from .jobs import results_of, waits_for_the_job
 from .scenarios import torch_optimizer as scenario
-from .scenarios.allreduce import STEPS_AFTER_JOIN, steps_before_join
+from .scenarios.allreduce import seen_by
 from .simulation import assert_same_bits
 
 pytestmark = waits_for_the_job
@@ -53,7 +53,7 @@ def test_ranks_may_join_at_different_times_and_go_on_with_equal_levels(name: str
     results = results_of("torch", 4, "optimizer_join")
     steps, tensor = scenario.expected_join(name, len(results))
     for rank, result in enumerate(results):
-        seen = steps[:steps_before_join(rank)] + steps[-STEPS_AFTER_JOIN:]
+        seen = seen_by(rank, steps)
         assert len(result[name]["steps"]) == len(seen)
         for number, (found, wanted) in enumerate(zip(result[name]["steps"], seen)):
             for key in wanted:

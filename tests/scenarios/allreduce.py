@@ -146,6 +146,11 @@ def steps_before_join(rank: int) -> int:
 STEPS_AFTER_JOIN = 3
 
 
+def seen_by(rank: int, steps: list[Any]) -> list[Any]:
+    """What a rank sees of the steps before and after all have joined."""
+    return steps[:steps_before_join(rank)] + steps[-STEPS_AFTER_JOIN:]
+
+
 def expected_joining(name: str, ranks: int, factors: type = float) -> list[np.ndarray]:
     """What rank 0 gets in the steps before and after all have joined; ``factors`` as for ``expected``."""
     case = JOINING[name]
