@@ -283,7 +283,7 @@ def test_blocks_are_whole_words(backend: types.ModuleType, block_elements: int) 
 
 
 @pytest.mark.parametrize("name, array, message", [
-    ("packed", np.zeros((2, 7), np.uint8), r"packed is uint8\[2, 7\], but 32 elements need uint8\[k, 8\]"),
+    ("packed", np.zeros((2, 7), np.uint8), r"packed is uint8\[2, 7\], but must be uint8\[rows, 8\]"),
     ("packed", np.zeros(8, np.uint8), r"packed is uint8\[8\]"),
     ("packed", np.zeros((2, 8), np.int8), "packed is int8"),
     ("packed", np.zeros((2, 16), np.uint8)[:, ::2], "rows of packed must be contiguous"),

@@ -118,7 +118,7 @@ def test_nothing_is_left_of_functions_and_variables_that_end(result: dict[str, A
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_tensorflow_and_pytorch_send_the_same_bytes_for_the_same_gradients(
         transport: str, results: list[dict[str, Any]]) -> None:
-    buckets = ["twobit.bias", "twobit.wide", "twobit.wide.1024", "twobit.wide.2048"]
+    buckets = ["twobit.bias", "twobit.row", "twobit.wide", "twobit.wide.1024", "twobit.wide.2048"]
     collectives = {*buckets, *(name.replace("twobit", "twobit.sums") for name in buckets if transport == "sra")}
     for mine, theirs in zip(results, results_of("torch", 2, "payloads")):
         mine, theirs = mine["payloads"][transport], theirs[transport]
