@@ -5,3 +5,7 @@ neither a deep learning framework nor a compiler.
 """
 
 __version__ = "0.1.0"
+
+from .machines import node_process_sets
+
+__all__ = ["node_process_sets"]

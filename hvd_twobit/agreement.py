@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .config import TRANSPORT_VARIABLE, TwoBitConfig
+from .config import HIERARCHICAL_VARIABLE, TRANSPORT_VARIABLE, TwoBitConfig
 from .errors import DisagreementError
 from .payload import VERSION
 from .transports import Planned
@@ -58,7 +58,9 @@ class Statement:
         block_elements: elements that share an adaptive level; 0 where thresholds are fixed.
         transport: the configured transport; for messages.
         bucket_cap_mb: the configured size of buckets; for messages.
+        hierarchical: the configured setting; for messages.
         ranks: number of ranks that this one exchanges with, itself included.
+        ranks_per_machine: of an exchange of two levels; 1 where there is one level, 0 before it is known.
         tensors: all tensors, sorted by name.
         buckets: of those that are compressed: transport, and per part the tensor's name, first element and the element
             behind the last one.
@@ -69,16 +71,18 @@ class Statement:
     block_elements: int
     transport: str
     bucket_cap_mb: float
+    hierarchical: bool | str
     ranks: int
+    ranks_per_machine: int
     tensors: tuple[Exchanged, ...]
     buckets: tuple[tuple[str, tuple[tuple[str, int, int], ...]], ...]
 
     @classmethod
     def of(cls, config: TwoBitConfig, tensors: Iterable[Exchanged], buckets: Iterable[Planned],
-           ranks: int) -> Statement:
+           ranks: int, ranks_per_machine: int = 1) -> Statement:
         """What a rank with a configuration exchanges."""
         return cls(config.min_elements, config.warmup_steps, config.block_elements if config.adaptive else 0,
-                   config.transport, config.bucket_cap_mb, ranks,
+                   config.transport, config.bucket_cap_mb, config.hierarchical, ranks, ranks_per_machine,
                    tuple(sorted(tensors, key=lambda tensor: tensor.name)),
                    tuple((planned.transport, tuple((part.name, part.start, part.stop) for part in planned.bucket.parts))
                          for planned in buckets))
@@ -86,7 +90,7 @@ class Statement:
     @functools.cached_property
     def digest(self) -> bytes:
         """32 bytes, equal where statements mean the same collectives, however that was configured."""
-        content = json.dumps([VERSION, self.block_elements, self.ranks, self.buckets,
+        content = json.dumps([VERSION, self.block_elements, self.ranks, self.ranks_per_machine, self.buckets,
                               [dataclasses.astuple(tensor) for tensor in self.tensors]])
         return _MAGIC + hashlib.blake2b(content.encode(), digest_size=NBYTES - len(_MAGIC)).digest()
 
@@ -132,6 +136,11 @@ def difference(statements: bytes) -> str:
         if other["ranks"] != first["ranks"]:
             return (f"rank 0 exchanges with {first['ranks']} ranks in all and rank {rank} with {other['ranks']}: give "
                     "the optimizers of all ranks the same process set")
+        if other["ranks_per_machine"] != first["ranks_per_machine"]:
+            return (f"hierarchical is {first['hierarchical']!r} on rank 0, which finds {first['ranks_per_machine']} "
+                    f"ranks per machine, and {other['hierarchical']!r} on rank {rank}, which finds "
+                    f"{other['ranks_per_machine']} (0: not asked yet): give TwoBit the same on every rank, also in the "
+                    f"environment variable {HIERARCHICAL_VARIABLE}")
         mine, theirs = _by_name(first), _by_name(other)
         for name in sorted(mine.keys() | theirs.keys()):
             if name not in mine or name not in theirs:

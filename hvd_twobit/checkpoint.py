@@ -1,8 +1,9 @@
 """A rank's state (``ResidualRegistry.state_dict``) in a file, and the states of a job for another number of ranks.
 
-A file is NumPy's npz, not compressed, of plain little-endian arrays: ``format_version``, ``loss_scale`` where there is
-one, and ``shapes/<tensor>``, ``residuals/<tensor>``, ``levels/<tensor>`` and ``uncompressed_steps/<tensor>``. It
-appears under its name when it is complete: whatever ends the writing, what was there before stays whole.
+A file is NumPy's npz, not compressed, of plain little-endian arrays: ``format_version``, ``loss_scale`` and
+``ranks_per_machine`` where there is one, and ``shapes/<tensor>``, ``residuals/<tensor>``, ``levels/<tensor>`` and
+``uncompressed_steps/<tensor>``. It appears under its name when it is complete: whatever ends the writing, what was
+there before stays whole.
 
 Reading trusts no byte. Only what ``write`` makes is taken; nothing is unpickled, evaluated or unpacked, and no more
 memory is asked for than the file has bytes. ``numpy.load`` reads these files, too, but would believe a header that
@@ -27,12 +28,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from .errors import ResidualError
-from .state import PARTS, RankState, check_version
+from .state import PARTS, RankState, check_version, split_share
 
-_NUMBERS: dict[str, np.dtype] = {"format_version": np.dtype("<i8"), "loss_scale": np.dtype("<f8")}
+_NUMBERS: dict[str, np.dtype] = {"format_version": np.dtype("<i8"), "loss_scale": np.dtype("<f8"),
+                                 "ranks_per_machine": np.dtype("<i8")}
 _DTYPES: dict[str, np.dtype] = {**_NUMBERS, "shapes": np.dtype("<i8"), "residuals": np.dtype("<f4"),
                                 "levels": np.dtype("<f4"), "uncompressed_steps": np.dtype("<i8")}
-_DIMENSIONS = {"format_version": 0, "loss_scale": 0, "shapes": 1, "levels": 1, "uncompressed_steps": 0}
+_DIMENSIONS = {**dict.fromkeys(_NUMBERS, 0), "shapes": 1, "levels": 1, "uncompressed_steps": 0}
 
 _NPY_MAGIC = b"\x93NUMPY\x01\x00"
 _NPY_HEADER = re.compile(rb"\{'descr': '([^']*)', 'fortran_order': False, 'shape': \(([0-9, ]*)\), \} *\n")
@@ -107,6 +109,10 @@ def redistribute(states: Iterable[Mapping[str, Any]], ranks: int) -> list[dict[s
     together have not sent, in the unit of one rank's gradient. With ``op=Sum`` that is what weights will receive. With
     Average they receive it divided by the new number of ranks, as they do the gradients of the new job.
 
+    With ``hierarchical``, a rank that has no use for a share that it was given (because machines will have another
+    number of ranks, or exchange on one level) adds it to a gradient, as many times as it was that of a mean of ranks.
+    Ranks have to be numbered machine by machine, as ``horovodrun`` does; then shares of machines that go on stay.
+
     Args:
         states: those of all ranks that were, in rank order, of the same step.
         ranks: how many there will be.
@@ -126,9 +132,14 @@ def redistribute(states: Iterable[Mapping[str, Any]], ranks: int) -> list[dict[s
         if difference:
             raise ResidualError(f"rank {rank} has another state than rank 0: {difference}; use the states that all "
                                 "ranks saved at the same step")
-    return [RankState(dict(old[0].shapes), _added([state.residuals for state in old[rank::ranks]]),
-                      {name: np.array(levels) for name, levels in old[0].levels.items()},
-                      dict(old[0].uncompressed_steps), old[0].loss_scale).to_dict()
+    common = RankState({}, {}, {}, {}, old[0].loss_scale, old[0].ranks_per_machine)
+    for state in old:  # Of shares, each rank of a machine has its own.
+        common.shapes.update(state.shapes)
+        common.levels.update(state.levels)
+        common.uncompressed_steps.update(state.uncompressed_steps)
+    return [RankState(dict(common.shapes), _added([state.residuals for state in old[rank::ranks]]),
+                      {name: np.array(levels) for name, levels in common.levels.items()},
+                      dict(common.uncompressed_steps), common.loss_scale, common.ranks_per_machine).to_dict()
             for rank in range(ranks)]
 
 
@@ -143,7 +154,11 @@ def _difference(first: RankState, other: RankState) -> str:
     """What differs first between the states of two ranks, of what all ranks have alike; empty where nothing does."""
     if first.loss_scale != other.loss_scale:
         return f"loss scale {other.loss_scale} instead of {first.loss_scale}"
+    if first.ranks_per_machine != other.ranks_per_machine:
+        return f"{other.ranks_per_machine} ranks per machine instead of {first.ranks_per_machine}"
     for name in sorted(first.shapes.keys() | other.shapes.keys()):
+        if split_share(name) and not (name in first.shapes and name in other.shapes):
+            continue  # Another rank of the machine has it.
         mine, others = first.shapes.get(name), other.shapes.get(name)
         if mine != others:
             return f"tensor {name!r} has shape {others} instead of {mine} (None: it is not known)"

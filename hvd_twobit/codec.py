@@ -158,7 +158,8 @@ class Codec:
                                 "was, or call forget_levels()")
         return state.uncompressed_steps >= self._config.uncompressed_steps
 
-    def observe(self, name: str, shape: tuple[int, ...], reduced: np.ndarray, ranks: int, scale: float) -> None:
+    def observe(self, name: str, shape: tuple[int, ...], reduced: np.ndarray, ranks: int, scale: float,
+                usable: bool = True) -> None:
         """Learn from an uncompressed exchange of a tensor that is not ready.
 
         Args:
@@ -167,12 +168,13 @@ class Codec:
             reduced: float32[elements], what all ranks received: the scaled sum of their gradients.
             ranks: number of ranks that took part.
             scale: factor of the sum, as for ``decode``.
+            usable: False where an element of the tensor is not finite that is not part of ``reduced``.
         """
         state = self._residuals.tensor(name, shape)
         state.remember(with_residual=False)
         state.statistics.uncompressed(reduced.size, reduced.nbytes)
         if self._config.adaptive:
-            levels = self._levels.first(reduced, 1 / (ranks * scale))
+            levels = self._levels.first(reduced, 1 / (ranks * scale)) if usable else None
             if levels is None:
                 return
             state.levels = levels

@@ -66,10 +66,11 @@ class TwoBitParameters:
     def __init__(self, threshold: float | str | None = None, *, positive_threshold: float | None = None,
                  negative_threshold: float | None = None, min_elements: int | None = None,
                  warmup_steps: int | None = None, block_elements: int | None = None, transport: str | None = None,
-                 bucket_cap_mb: float | None = None, **unknown: Any) -> None:
+                 bucket_cap_mb: float | None = None, hierarchical: bool | str | None = None, **unknown: Any) -> None:
         self.config = TwoBitConfig.from_arguments(
             threshold, positive_threshold, negative_threshold, block_elements, min_elements=min_elements,
-            warmup_steps=warmup_steps, transport=transport, bucket_cap_mb=bucket_cap_mb, **unknown)
+            warmup_steps=warmup_steps, transport=transport, bucket_cap_mb=bucket_cap_mb, hierarchical=hierarchical,
+            **unknown)
 
     @classmethod
     def from_params(cls: type[Self], params: Mapping[str, Any], **arguments: Any) -> Self:

@@ -39,6 +39,11 @@ TRANSPORTS = ("allgather", "sra", "allreduce")
 TRANSPORT_VARIABLE = "HVD_TWOBIT_TRANSPORT"
 """The environment variable that overrides ``transport``."""
 
+HIERARCHICAL_VARIABLE = "HVD_TWOBIT_HIERARCHICAL"
+"""The environment variable that overrides ``hierarchical``."""
+
+_HIERARCHICAL = {"1": True, "true": True, "0": False, "false": False, AUTO: AUTO}
+
 _BLOCK_GRANULE = 16  # Blocks are whole words of packed codes.
 
 
@@ -56,6 +61,8 @@ class TwoBitConfig:
         block_elements: elements that share an adaptive level, a multiple of 16.
         transport: one of ``TRANSPORTS``, or ``"auto"``: chosen for each bucket by ``cost_model``.
         bucket_cap_mb: MiB of float32 gradient that travel together at most.
+        hierarchical: whether the ranks of a machine add their gradients up in full precision before the machine
+            compresses them; ``"auto"``: where there are several machines with equally many ranks, more than one.
 
     Raises:
         ConfigError: a value cannot be used; the message names the parameter, the value and what is expected.
@@ -68,6 +75,7 @@ class TwoBitConfig:
     block_elements: int = DEFAULT_BLOCK_ELEMENTS
     transport: str = AUTO
     bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB
+    hierarchical: bool | str = False
 
     def __post_init__(self) -> None:
         if (self.positive_threshold is None) != (self.negative_threshold is None):
@@ -88,6 +96,8 @@ class TwoBitConfig:
                               f"not {self.block_elements}")
         _check_transport("transport", self.transport, repr)
         object.__setattr__(self, "bucket_cap_mb", _size("bucket_cap_mb", self.bucket_cap_mb))
+        if not (isinstance(self.hierarchical, bool) or self.hierarchical == AUTO):
+            raise ConfigError(f"hierarchical must be True, False or {AUTO!r}, not {self.hierarchical!r}")
 
     @property
     def adaptive(self) -> bool:
@@ -115,8 +125,8 @@ class TwoBitConfig:
 
         ``threshold="auto"`` asks for adaptive levels and is the default; ``threshold=t`` is short for
         ``positive_threshold=t, negative_threshold=-t``. An argument that is None takes its default; where one side of
-        the pair is given, the other is MXNet's default of 0.5 or -0.5. Where the environment has HVD_TWOBIT_TRANSPORT,
-        that is the transport.
+        the pair is given, the other is MXNet's default of 0.5 or -0.5. Where the environment has HVD_TWOBIT_TRANSPORT
+        or HVD_TWOBIT_HIERARCHICAL, these count.
 
         Raises:
             ConfigError: an argument is unknown, contradicts another or has a value that cannot be used.
@@ -142,6 +152,12 @@ class TwoBitConfig:
         if from_environment:
             _check_transport(f"the environment variable {TRANSPORT_VARIABLE}", from_environment, str)
             others["transport"] = from_environment
+        from_environment = os.environ.get(HIERARCHICAL_VARIABLE)
+        if from_environment:
+            if from_environment.lower() not in _HIERARCHICAL:
+                raise ConfigError(f"the environment variable {HIERARCHICAL_VARIABLE} must be 1, 0 or {AUTO}, not "
+                                  f"{from_environment!r}")
+            others["hierarchical"] = _HIERARCHICAL[from_environment.lower()]
         return cls(**given, **{name: value for name, value in others.items() if value is not None})
 
     @classmethod
@@ -263,4 +279,6 @@ def describe(config: TwoBitConfig) -> str:
         fields = {name: getattr(config, name) for name in ("positive_threshold", "negative_threshold")}
     fields.update(min_elements=config.min_elements, warmup_steps=config.warmup_steps, transport=config.transport,
                   bucket_cap_mb=config.bucket_cap_mb)
+    if config.hierarchical:
+        fields["hierarchical"] = config.hierarchical
     return ", ".join(f"{name}={value!r}" for name, value in fields.items())

@@ -5,6 +5,7 @@ The registry knows nothing of codes or ranks; ``codec`` is what changes a tensor
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ import numpy as np
 from . import checkpoint
 from .errors import ResidualError
 from .levels import within_limits
-from .state import RankState
+from .state import RankState, split_share
 from .statistics import TensorSummary, euclidean_norm
 from .tensor_state import TensorState
 
@@ -32,6 +33,8 @@ class ResidualRegistry:
     Attributes:
         can_undo: whether ``undo_step`` can bring residuals back, for which a second copy of each is kept.
         loss_scale: by what the gradients were multiplied that residuals and levels come from; None where nothing told.
+        ranks_per_machine: among how many ranks shares of tensors are divided, see ``sharding``; 1 where there are none.
+        revision: grows whenever a state was taken from elsewhere.
     """
 
     def __init__(self) -> None:
@@ -40,6 +43,8 @@ class ResidualRegistry:
         self._lock = threading.Lock()
         self.can_undo = False
         self.loss_scale: float | None = None
+        self.ranks_per_machine = 1
+        self.revision = 0
 
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
         """Announce a tensor that may be compressed later.
@@ -76,6 +81,10 @@ class ResidualRegistry:
             ResidualError: the tensor had another shape before.
         """
         return self.tensor(name, shape).residual
+
+    def names(self) -> list[str]:
+        """Names of all tensors that are known, with or without a residual."""
+        return list(self._tensors)
 
     def discard(self, name: str) -> None:
         """Forget one tensor, its residual and its shape; nothing where the name is unknown."""
@@ -122,6 +131,7 @@ class ResidualRegistry:
         with self._lock:
             self._tensors.clear()
             self._declared.clear()
+            self.revision += 1
 
     def forget_levels(self) -> None:
         """Let warm-up begin anew and levels be learnt again; residuals stay.
@@ -196,6 +206,7 @@ class ResidualRegistry:
         for name, state in list(self._tensors.items()):
             state.replace(state.residual if state.has_residual else None, shared["levels"].get(name),
                           shared["uncompressed_steps"].get(name, 0))
+        self.revision += 1
 
     def state_dict(self) -> dict[str, Any]:
         """A deep copy of this rank's state as plain numbers and NumPy arrays, residuals in the tensors' shapes.
@@ -203,7 +214,8 @@ class ResidualRegistry:
         Residuals differ from rank to rank, levels do not: a job that resumes needs the state of every rank, saved by
         each. See ``checkpoint.redistribute`` for one that resumes with another number of ranks.
         """
-        return RankState(residuals={name: self[name].copy() for name in self}, **self.shared()).to_dict()
+        return RankState(residuals={name: self[name].copy() for name in self}, **self.shared(),
+                         ranks_per_machine=self.ranks_per_machine).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace everything by a copy of what ``state_dict()`` returned.
@@ -220,6 +232,8 @@ class ResidualRegistry:
         with self._lock:
             self._check_tensors(loaded)
             residuals = {name: np.array(value, order="C").reshape(-1) for name, value in loaded.residuals.items()}
+            for name in [name for name in self._tensors if name not in self._declared and split_share(name)]:
+                del self._tensors[name]
             for name, shape in loaded.shapes.items():
                 self._tensors.setdefault(name, TensorState(shape))
             for name, known in self._tensors.items():
@@ -227,20 +241,30 @@ class ResidualRegistry:
                 known.replace(residuals.get(name), None if levels is None else np.array(levels),
                               loaded.uncompressed_steps.get(name, 0))
             self.loss_scale = loaded.loss_scale
+            self.ranks_per_machine = loaded.ranks_per_machine
+            self.revision += 1
 
     def _check_tensors(self, loaded: RankState) -> None:
-        """Raise ResidualError unless the state is one of this registry's tensors."""
-        for name in sorted(loaded.shapes.keys() | self._tensors.keys()) if self._tensors else ():
-            if name not in self._tensors:
-                raise ResidualError(f"the state has a residual of tensor {name!r}, which this optimizer does not "
-                                    f"compress; it compresses {', '.join(sorted(self._tensors))}")
-            if name not in loaded.shapes:
-                if name in self._declared:
-                    raise ResidualError(f"the state has nothing of tensor {name!r}, which this optimizer compresses: "
-                                        "it was saved for another model, or with another min_elements")
-            elif loaded.shapes[name] != self._tensors[name].shape:
-                raise ResidualError(f"the residual of tensor {name!r} has shape {loaded.shapes[name]}, but the tensor "
-                                    f"has shape {self._tensors[name].shape}")
+        """Raise ResidualError unless the state is one of this registry's tensors, or of shares of them."""
+        divided = {share[0] for share in map(split_share, loaded.shapes) if share}
+        for name in sorted(loaded.shapes.keys() | self._declared) if self._tensors else ():
+            if name in loaded.shapes:
+                self._check_tensor(name, loaded.shapes[name])
+            elif name not in divided:
+                raise ResidualError(f"the state has nothing of tensor {name!r}, which this optimizer compresses: "
+                                    "it was saved for another model, or with another min_elements")
+
+    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ResidualError unless a residual of this name and shape is one of this registry's tensors or shares."""
+        tensor, *bounds = (name,) if name in self._tensors else split_share(name) or (name,)
+        if tensor not in self._tensors:
+            raise ResidualError(f"the state has a residual of tensor {name!r}, which this optimizer does not "
+                                f"compress; it compresses {', '.join(sorted(self._tensors))}")
+        whole = self._tensors[tensor].shape
+        if not bounds and shape != whole:
+            raise ResidualError(f"the residual of tensor {name!r} has shape {shape}, but the tensor has shape {whole}")
+        if bounds and (bounds[0] > bounds[1] or bounds[1] > math.prod(whole) or shape != (bounds[1] - bounds[0],)):
+            raise ResidualError(f"the residual of {name!r} has shape {shape}, but tensor {tensor!r} has shape {whole}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``state_dict()`` to a file of this name (npz); each rank needs a name of its own.

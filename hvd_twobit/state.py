@@ -7,6 +7,7 @@ trusts nobody: whatever was loaded is checked here as a whole before anything is
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,24 @@ from .levels import HIGHEST, LOWEST
 FORMAT_VERSION = 1
 
 PARTS = ("shapes", "residuals", "levels", "uncompressed_steps")
-"""The keys of a state beside ``format_version`` and perhaps ``loss_scale``: a dictionary by tensor name each."""
+"""The keys of a state that hold a dictionary by tensor name each, beside ``format_version`` and ``OPTIONAL``."""
+
+OPTIONAL = ("loss_scale", "ranks_per_machine")
+"""Keys of numbers that a state has only where they say something."""
+
+
+_SHARE = re.compile(r"(.*)\[(\d{1,18}):(\d{1,18})\]", re.DOTALL)
+
+
+def share_name(tensor: str, start: int, stop: int) -> str:
+    """The name of elements ``start`` to ``stop`` of a tensor that a machine's ranks divide; see ``sharding``."""
+    return f"{tensor}[{start}:{stop}]"
+
+
+def split_share(name: str) -> tuple[str, int, int] | None:
+    """The arguments of ``share_name``; None for a name that it never returned."""
+    match = _SHARE.fullmatch(name)
+    return (match[1], int(match[2]), int(match[3])) if match else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +49,7 @@ class RankState:
         levels: float32[blocks]; a tensor without them has fixed ones, or has to learn them.
         uncompressed_steps: above zero only.
         loss_scale: by what the gradients were multiplied; None where nothing told.
+        ranks_per_machine: among how many ranks shares of tensors were divided; 1 where tensors are whole.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -38,10 +57,13 @@ class RankState:
     levels: dict[str, np.ndarray]
     uncompressed_steps: dict[str, int]
     loss_scale: float | None = None
+    ranks_per_machine: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """The state as ``state_dict()`` returns it."""
-        known = {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
+        known: dict[str, Any] = {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
+        if self.ranks_per_machine != 1:
+            known["ranks_per_machine"] = self.ranks_per_machine
         return {"format_version": FORMAT_VERSION, **known, **{part: getattr(self, part) for part in PARTS}}
 
     @classmethod
@@ -53,10 +75,10 @@ class RankState:
         """
         if isinstance(state, Mapping) and "format_version" in state:  # Another version may have anything else.
             check_version(state["format_version"])
-        if not isinstance(state, Mapping) or set(state) - {"loss_scale"} != {"format_version", *PARTS}:
+        if not isinstance(state, Mapping) or set(state) - set(OPTIONAL) != {"format_version", *PARTS}:
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ResidualError("a state of residuals is a dictionary with the keys format_version, "
-                                f"{', '.join(PARTS)} and perhaps loss_scale, not {found}")
+                                f"{', '.join(PARTS)} and perhaps {' and '.join(OPTIONAL)}, not {found}")
         for part in PARTS:
             if not isinstance(state[part], Mapping) or not all(isinstance(name, str) for name in state[part]):
                 raise ResidualError(f"the {part} of a state are a dictionary by tensor name, not {state[part]!r:.100}")
@@ -68,7 +90,8 @@ class RankState:
         return cls(shapes, {name: _residual(name, value, shapes[name]) for name, value in state["residuals"].items()},
                    {name: _levels(name, value) for name, value in state["levels"].items()},
                    {name: _counter(name, value) for name, value in state["uncompressed_steps"].items()},
-                   _loss_scale(state["loss_scale"]) if "loss_scale" in state else None)
+                   _loss_scale(state["loss_scale"]) if "loss_scale" in state else None,
+                   _ranks(state.get("ranks_per_machine", 1)))
 
 
 def check_version(version: Any) -> None:
@@ -127,3 +150,9 @@ def _loss_scale(value: Any) -> float:
     if array.shape or array.dtype.kind not in "fiu" or not 0 < array < np.inf:
         raise ResidualError(f"the state has a loss scale of {value!r:.100}, not a finite number above zero")
     return float(array)
+
+
+def _ranks(value: Any) -> int:
+    if not _is_whole(value) or not 0 < value < 2**31:
+        raise ResidualError(f"the state has ranks_per_machine = {value!r:.100}, not a whole number above zero")
+    return int(value)

@@ -10,7 +10,7 @@ The codec says what both carry, a front end's collectives carry it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .buckets import Bucket, plan
 from .config import AUTO, TwoBitConfig
@@ -30,12 +30,14 @@ class Planned:
     Attributes:
         bucket: what travels together.
         transport: ``"allgather"``, ``"sra"`` or ``"allreduce"``.
-        ranks: ranks that exchange it.
+        ranks: ranks that exchange it; of two levels, those of equal number on all machines.
+        ranks_per_machine: ranks that divide it among them before; 1 where there is one level.
     """
 
     bucket: Bucket
     transport: str
     ranks: int
+    ranks_per_machine: int = 1
 
     @property
     def chunks(self) -> int:
@@ -43,16 +45,30 @@ class Planned:
         return self.ranks if self.transport == "sra" else 1
 
 
-def plan_buckets(config: TwoBitConfig, tensors: Iterable[tuple[str, tuple[int, ...]]], ranks: int) -> list[Planned]:
-    """The buckets of a step.
+def plan_buckets(config: TwoBitConfig, tensors: Iterable[tuple[str, tuple[int, ...]]], ranks: int,
+                 ranks_per_machine: int = 1) -> list[Planned]:
+    """The buckets of an optimizer.
 
     Args:
         config: checked parameters.
-        tensors: name and shape of every tensor that travels compressed, in the order in which gradients are computed.
-        ranks: ranks that exchange.
+        tensors: name and shape of every tensor that may travel compressed, in the order in which gradients come.
+        ranks: ranks that exchange, of all machines.
+        ranks_per_machine: those that divide a bucket before its exchange.
     """
-    buckets = plan(tensors, bucket_elements(config, ranks), config.block_elements)
-    return [Planned(bucket, transport_of(config, bucket.elements, ranks), ranks) for bucket in buckets]
+    machines = ranks // ranks_per_machine
+    return [Planned(bucket, transport_of(config, bucket.elements, machines, ranks_per_machine), machines,
+                    ranks_per_machine)
+            for bucket in plan(tensors, bucket_elements(config, ranks), config.block_elements)]
+
+
+def restricted(buckets: Iterable[Planned], compressed: Callable[[str], bool]) -> list[Planned]:
+    """The buckets of a step in which only some tensors travel compressed, cut as where all do."""
+    left = []
+    for planned in buckets:
+        parts = tuple(part for part in planned.bucket.parts if compressed(part.name))
+        if parts:
+            left.append(dataclasses.replace(planned, bucket=Bucket(parts)))
+    return left
 
 
 def bucket_elements(config: TwoBitConfig, ranks: int) -> int:
@@ -60,8 +76,8 @@ def bucket_elements(config: TwoBitConfig, ranks: int) -> int:
     return min(int(config.bucket_cap_mb * 2**20 / 4), _OFFSETS // (2 * max(ranks, _BYTES_PER_ELEMENT)))
 
 
-def transport_of(config: TwoBitConfig, elements: int, ranks: int) -> str:
-    """How a bucket of so many elements travels."""
+def transport_of(config: TwoBitConfig, elements: int, ranks: int, ranks_per_machine: int = 1) -> str:
+    """How a bucket of so many elements travels, or the shares in which ``ranks_per_machine`` ranks have divided it."""
     if config.transport == AUTO:
-        return choose(elements, ranks, adaptive=config.adaptive)
+        return choose(-(-elements // ranks_per_machine), ranks, adaptive=config.adaptive)
     return config.transport

@@ -13,6 +13,7 @@ import pytest
 from .launcher import RanksFailed, run_ranks
 
 TIMEOUT_S = 540
+RANKS_PER_MACHINE = 2
 
 # The first test that asks for a job waits for it.
 waits_for_the_job = pytest.mark.timeout(TIMEOUT_S + 60)
@@ -34,6 +35,6 @@ def results_of(front_end: str, ranks: int, scenarios: str) -> list[Any]:
 def _job(front_end: str, ranks: int) -> list[Any] | RanksFailed:
     try:
         return run_ranks(ranks, f"tests.scenarios.{front_end}:run", {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}, front_end,
-                         TIMEOUT_S)
+                         TIMEOUT_S, RANKS_PER_MACHINE)
     except RanksFailed as failed:
         return failed

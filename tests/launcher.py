@@ -28,16 +28,30 @@ class RanksFailed(AssertionError):
     """horovodrun ended with an error, or not at all; the message holds what the ranks printed."""
 
 
+MACHINES = ("localhost", "127.0.0.1", "127.0.1.1")
+"""Names of this machine, which Horovod takes for several."""
+
+
 def horovodrun(np_ranks: int, command: list[str], environment: dict[str, str] | None = None,
-               timeout_s: float = TIMEOUT_S) -> str:
+               timeout_s: float = TIMEOUT_S, ranks_per_machine: int | None = None) -> str:
     """Run ``command`` on ranks of this machine and return what they printed.
+
+    Args:
+        np_ranks: number of ranks.
+        command: what each of them runs.
+        environment: variables that they get beside this process's.
+        timeout_s: when the job is ended.
+        ranks_per_machine: how many of them Horovod takes for those of one machine; all, where it is left out.
 
     Raises:
         RanksFailed: the exit status was not 0, or the time was up (then the job was ended).
     """
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
                    **(environment or {})}
-    process = subprocess.Popen([sys.executable, "-m", "tests.horovodrun", "--gloo", "-np", str(np_ranks), *command],
+    per_machine = ranks_per_machine or np_ranks
+    hosts = [f"{name}:{per_machine}" for name in MACHINES[:-(-np_ranks // per_machine)]]
+    process = subprocess.Popen([sys.executable, "-m", "tests.horovodrun", "--gloo", "-np", str(np_ranks),
+                                "-H", ",".join(hosts), *command],
                                env=environment, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True)
     try:
@@ -58,11 +72,11 @@ def _of_ranks(output: str) -> str:
 
 
 def run_ranks(np_ranks: int, function: str, environment: dict[str, str] | None = None, framework: str = "torch",
-              timeout_s: float = TIMEOUT_S, **arguments: Any) -> list[Any]:
+              timeout_s: float = TIMEOUT_S, ranks_per_machine: int | None = None, **arguments: Any) -> list[Any]:
     """Call ``module:function(**arguments)`` on every rank; the results in rank order."""
     with tempfile.TemporaryDirectory(prefix="hvd_twobit_") as folder:
         horovodrun(np_ranks, [sys.executable, "-m", "tests.launcher", folder, framework, function,
-                              json.dumps(arguments)], environment, timeout_s)
+                              json.dumps(arguments)], environment, timeout_s, ranks_per_machine)
         return [_load(pathlib.Path(folder, f"{rank}")) for rank in range(np_ranks)]
 
 

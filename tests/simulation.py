@@ -34,11 +34,22 @@ class SimulatedTensor:
 
     def step(self, gradients: Sequence[np.ndarray], scale: float, received: bool = True) -> np.ndarray:
         """One exchange: float32 gradients of all ranks in, or of the first few, the scaled sum out, flat float32."""
-        if self._uncompressed:
-            self._uncompressed -= 1
-            return uncompressed(gradients, scale).reshape(-1)
+        if self.is_uncompressed:
+            summed = uncompressed(gradients, scale).reshape(-1)
+            self.observe(summed, scale)
+            return summed
         out, _ = _exchange(self._quantizers, self._levels[:len(gradients)], self.residuals, gradients, scale)
         return out
+
+
+    @property
+    def is_uncompressed(self) -> bool:
+        """Whether the next exchange is."""
+        return self._uncompressed > 0
+
+    def observe(self, summed: np.ndarray, scale: float) -> None:
+        """An exchange was uncompressed."""
+        self._uncompressed -= 1
 
 
 class SimulatedAdaptiveTensor:
@@ -64,7 +75,7 @@ class SimulatedAdaptiveTensor:
 
         ``received`` tells whether ranks took what came back; what they did not learn from leaves levels as they are.
         """
-        if self._uncompressed:
+        if self.is_uncompressed:
             summed = uncompressed(gradients, scale).reshape(-1)
             self.observe(summed, scale)
             return summed
@@ -76,6 +87,11 @@ class SimulatedAdaptiveTensor:
         if received:
             self.levels = [self._next(number, selected) for number in range(len(self._blocks))]
         return out
+
+    @property
+    def is_uncompressed(self) -> bool:
+        """Whether the next exchange is."""
+        return self._uncompressed > 0
 
     def observe(self, summed: np.ndarray, scale: float) -> None:
         """Learn from an uncompressed exchange, whose result is given."""
@@ -97,6 +113,49 @@ class SimulatedAdaptiveTensor:
     @staticmethod
     def _kept(level: float) -> np.float32:
         return np.float32(min(max(level, 2.0 ** -125), 2.0 ** 120))
+
+
+class SimulatedMachines:
+    """One tensor on machines with equally many ranks each, whose gradients are added or averaged there in float32.
+
+    Args:
+        tensor: simulated on as many ranks as there are machines.
+        averages: whether a machine compresses the mean of its ranks' gradients or their sum.
+        scale: factor of the sum over all ranks, for what travels uncompressed.
+    """
+
+    def __init__(self, tensor: SimulatedTensor | SimulatedAdaptiveTensor, averages: bool, scale: float) -> None:
+        self._tensor = tensor
+        self._averages = averages
+        self._scale = scale
+
+    @property
+    def machines(self) -> int:
+        return len(self._tensor.residuals)
+
+    @property
+    def residuals(self) -> list[np.ndarray]:
+        """One per machine."""
+        return self._tensor.residuals
+
+    @property
+    def levels(self) -> Sequence[np.float32]:
+        return self._tensor.levels
+
+    def step(self, gradients: Sequence[np.ndarray], scale: float, received: bool = True) -> np.ndarray:
+        """One exchange: gradients of all ranks in, machine by machine, the scaled sum over machines out."""
+        if self._tensor.is_uncompressed:
+            summed = uncompressed(gradients, self._scale).reshape(-1)
+            self._tensor.observe(summed, scale)
+            return summed
+        local_size = len(gradients) // self.machines
+        of_machines = []
+        for first in range(0, len(gradients), local_size):
+            total = gradients[first].astype(np.float32)
+            for other in gradients[first + 1:first + local_size]:
+                total = total + other
+            of_machines.append(total / np.float32(local_size) if self._averages else total)
+        return self._tensor.step(of_machines, scale, received)
 
 
 def uncompressed(gradients: Sequence[np.ndarray], scale: float) -> np.ndarray:

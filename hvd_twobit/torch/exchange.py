@@ -25,12 +25,16 @@ from .. import joining
 from ..agreement import Exchanged, Statement, disagreement
 from ..codec import Codec
 from ..config import TwoBitConfig
+from ..errors import UnsupportedOperationError
+from ..machines import Levels
 from ..reduction import Reduction, refuse_dtype
 from ..residuals import ResidualRegistry
-from ..transports import plan_buckets
+from ..sharding import ShardedResiduals
+from ..transports import Planned, plan_buckets, restricted
+from .hierarchy import TwoLevel, find_levels
 from .loss_scale import LossScale
 from .pipeline import Pipeline
-from .transfer import overlap_explained
+from .transfer import TRANSFERS, Transfer, overlap_explained
 from .waiting import synchronize
 
 Handle = Callable[[], Any]
@@ -63,13 +67,22 @@ class Exchange:
         self._codec = Codec(config, self.residuals, warns=hvd.rank() == 0)
         self._config = config
         self._process_set = process_set
+        if config.hierarchical is True and process_set.ranks != hvd.global_process_set.ranks:
+            raise UnsupportedOperationError("hierarchical=True exchanges among all ranks, and this optimizer has a "
+                                            f"process set of ranks {process_set.ranks}: leave one of the two out, or "
+                                            "give TwoBit hierarchical=\"auto\"")
+        self._asks_for_levels = bool(config.hierarchical) and process_set.ranks == hvd.global_process_set.ranks
+        self._levels: Levels | None = None
+        self._world: tuple[int, int] | None = None
+        self._buckets: list[Planned] = []
+        self._shares = ShardedResiduals(config, self._codec, self.residuals, self._reduction.averages)
         self._groups: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         self._sparse: set[str] = set()
         self._order: list[str] = []
         self._statement = Statement.of(config, (), (), 0)
-        self._decided: tuple[list[bool], int, int] | None = None
+        self._decided: tuple[list[bool], int] | None = None
         self._compressed: dict[str, bool] = {}
-        self._pipeline = Pipeline(self._codec, (), process_set)
+        self._pipeline = Pipeline(())
         self._agreement: int | None = None
         self._in_flight: dict[str, Handle] = {}
 
@@ -123,7 +136,7 @@ class Exchange:
             refuse_dtype(name, gradient.dtype)
         if self._compressed[name]:
             self.residuals.tensor(name, tuple(gradient.shape))  # Or another shape would be taken for the known one.
-            self._pipeline.add(name, as_flat_float32(gradient).numpy())
+            self._pipeline.add(name, self._shares.take_over(name, as_flat_float32(gradient).numpy()))
             return Pending(self, name, gradient)
         _drain(self._in_flight.pop(name, None))
         wire = gradient.detach()
@@ -144,19 +157,15 @@ class Exchange:
 
     def _finish(self, pending: Pending, received: torch.Tensor | None) -> torch.Tensor:
         gradient = pending.gradient
-        # Read anew at every step: an elastic job changes the number of ranks.
-        ranks = self._process_set.size()
-        scale = self._reduction.scale(ranks)
         if not pending.compressed:
             assert received is not None
             self._in_flight.pop(pending.name, None)
             if self._codec.compresses(gradient.numel()):
-                self._codec.observe(pending.name, tuple(gradient.shape), as_flat_float32(received).numpy(), ranks,
-                                    scale)
+                self._shares.observe(pending.name, as_flat_float32(received).numpy(), *self._exchanging())
             return gradient if received.data_ptr() == gradient.data_ptr() else _write(gradient, received)
         flat = _flat_float32(gradient)
         out = _scratch_float32(gradient.numel()) if flat is None else flat
-        self._pipeline.decode(pending.name, out.numpy(), scale)
+        self._pipeline.decode(pending.name, out.numpy())
         return gradient if flat is not None else _write(gradient, out.view(gradient.shape))
 
     @contextlib.contextmanager
@@ -178,29 +187,76 @@ class Exchange:
         if self._agreement is not None:
             return
         self.residuals.begin_step()
+        self._shares.settle()
         self.loss_scale.follow()
         self._pipeline.begin_step()
+        # An elastic job changes the number of ranks, and takes over what rank 0 has.
+        world = (self._process_set.size(), self.residuals.revision)
+        if world != self._world or not (self._levels is None or self._levels.are_current):
+            self._divide()
+            self._world, self._decided = (world[0], self.residuals.revision), None
         ready = [self._is_ready(members) for members in self._groups.values()]
-        decided = (ready, len(self._sparse), self._process_set.size())
+        decided = (ready, len(self._sparse))
         if decided != self._decided:
-            self._plan(ready, decided[-1])
+            self._plan(ready)
             self._decided = decided
         self._agreement = self._begin_agreement()
 
-    def _plan(self, ready: Sequence[bool], ranks: int) -> None:
+    def _divide(self) -> None:
+        """Ask, where it is a question, which ranks share a machine; and determine buckets and this rank's shares."""
+        if self._asks_for_levels:
+            self._levels = None
+            self._statement = Statement.of(self._config, self._exchanged(), (), self._process_set.size(), 0)
+            self._agreement = self._begin_agreement()
+            try:
+                self._check_agreement()  # Or a rank that was told another setting would wait for ever.
+            finally:
+                self._agreement = None
+            self._levels = find_levels(self._config.hierarchical, f"twobit.machines.{self._first}")
+        ranks = self._process_set.size()
+        shapes = {name: shape for members in self._groups.values() for name, shape in members
+                  if self._codec.compresses(math.prod(shape))}
+        self._buckets = plan_buckets(self._config, [(name, shapes[name]) for name in self._order if name in shapes],
+                                     ranks, self._ranks_per_machine)
+        self._shares.divide(0 if self._levels is None else self._levels.within.rank(), self._ranks_per_machine, shapes,
+                            [planned.bucket for planned in self._buckets])
+        self._shares.adopt()
+
+    @property
+    def _ranks_per_machine(self) -> int:
+        """Ranks that divide a bucket before its exchange; 1 where there is one level."""
+        return 1 if self._levels is None else self._levels.machines.local_size
+
+    def _exchanging(self) -> tuple[int, float]:
+        """Number of those whose codes are added up, ranks or machines, and the factor of that sum."""
+        # Read anew at every step: an elastic job changes the number of ranks.
+        number = self._process_set.size() // self._ranks_per_machine
+        return number, self._reduction.scale(number)
+
+    def _exchanged(self, ready: Sequence[bool] = ()) -> list[Exchanged]:
+        """How all tensors travel in a step in which these groups are ready; none, where that is not known yet."""
+        return [tensor for (group, members), yes in zip(self._groups.items(), ready or [False] * len(self._groups))
+                for tensor in self._planned(group, members, yes)]
+
+    def _plan(self, ready: Sequence[bool]) -> None:
         """Decide how tensors travel from this step on."""
-        tensors = [tensor for (group, members), yes in zip(self._groups.items(), ready)
-                   for tensor in self._planned(group, members, yes)]
+        tensors = self._exchanged(ready)
         self._compressed = {tensor.name: tensor.compressed for tensor in tensors}
-        shapes = {name: shape for members in self._groups.values() for name, shape in members}
-        buckets = plan_buckets(self._config, [(name, shapes[name]) for name in self._order if self._compressed[name]],
-                               ranks)
-        self._statement = Statement.of(self._config, tensors, buckets, ranks)
-        self._pipeline = Pipeline(self._codec, buckets, self._process_set)
+        buckets = restricted(self._buckets, self._compressed.__getitem__)
+        self._statement = Statement.of(self._config, tensors, buckets, self._process_set.size(),
+                                       self._ranks_per_machine)
+        self._pipeline = Pipeline([self._transfer(planned) for planned in buckets])
+
+    def _transfer(self, planned: Planned) -> Transfer:
+        _, scale = self._exchanging()
+        if self._levels is None:
+            return TRANSFERS[planned.transport](planned, self._codec, self._process_set, scale)
+        return TwoLevel(planned, self._codec, self._levels, scale, self._reduction.averages,
+                        self._config.block_elements)
 
     def _is_ready(self, members: Sequence[tuple[str, tuple[int, ...]]]) -> bool:
         """Whether all tensors of a group are ready to be compressed that will be."""
-        return all(self._codec.ready(name, shape) for name, shape in members if self._is_compressible(name, shape))
+        return all(self._shares.ready(name) for name, shape in members if self._is_compressible(name, shape))
 
     def _is_compressible(self, name: str, shape: tuple[int, ...]) -> bool:
         return name not in self._sparse and self._codec.compresses(math.prod(shape))

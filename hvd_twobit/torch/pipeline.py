@@ -8,14 +8,11 @@ waits for one that the first has not begun, both would wait for ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-import horovod.torch as hvd
 import numpy as np
 
-from ..codec import Codec
-from ..transports import Planned
-from .transfer import TRANSFERS
+from .transfer import Transfer
 
 _AT_A_TIME = 2
 
@@ -24,13 +21,11 @@ class Pipeline:
     """The transfers of an optimizer's compressed gradients.
 
     Args:
-        codec: of the optimizer.
-        buckets: in the order in which they are expected to be full; the same on every rank.
-        process_set: the ranks that exchange.
+        transfers: in the order in which their buckets are expected to be full; the same on every rank.
     """
 
-    def __init__(self, codec: Codec, buckets: Iterable[Planned], process_set: hvd.ProcessSet) -> None:
-        self._transfers = [TRANSFERS[planned.transport](codec, planned, process_set) for planned in buckets]
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers = transfers
         self._begun = 0
         self._of: dict[str, list[int]] = {}
         for number, transfer in enumerate(self._transfers):
@@ -60,13 +55,12 @@ class Pipeline:
             self._transfers[number].skip(name)
             self._advance(wait=False)
 
-    def decode(self, name: str, out: np.ndarray, scale: float) -> None:
+    def decode(self, name: str, out: np.ndarray) -> None:
         """Wait for a tensor's buckets and overwrite ``out`` with the scaled sum over all ranks.
 
         Args:
             name: the tensor's name. All gradients of the step have been added.
             out: float32[elements], contiguous.
-            scale: factor of the sum.
 
         Raises:
             PayloadError: a rank sent something else than what this rank expects.
@@ -74,7 +68,7 @@ class Pipeline:
         """
         for number in self._of[name]:
             self._receive(number)
-            self._transfers[number].decode(name, out, scale)
+            self._transfers[number].decode(name, out)
 
     def abandon(self) -> None:
         """Wait for what is under way here and, as far as is known here, on the other ranks; and forget it."""

@@ -2,7 +2,7 @@
 
 A transfer is used step after step. Its last collective brings what is decoded; ``pipeline`` says when it may begin. By
 ``sra`` there is one before: an alltoall, which begins as soon as the bucket is full and after which this rank sums its
-chunk for all.
+chunk for all. ``hierarchy`` composes these transfers to one of two levels.
 """
 
 from __future__ import annotations
@@ -28,28 +28,26 @@ class Transfer:
     perhaps in a gradient hook, and every tensor of the bucket has to be told.
 
     Args:
-        codec: of the optimizer.
         planned: the bucket, and how it travels.
-        process_set: the ranks that exchange.
     """
 
-    def __init__(self, codec: Codec, planned: Planned, process_set: hvd.ProcessSet) -> None:
-        self._codec = codec
+    def __init__(self, planned: Planned) -> None:
         self._planned = planned
-        self._process_set = process_set
-        self._layout = codec.layout(planned.bucket, planned.chunks)
-        self._payloads = self._layout.new()
         self.names = frozenset(part.name for part in planned.bucket.parts)
         self._missing, self._undelivered = set(self.names), set(self.names)
         self._has_begun = False
         self._handle: int | None = None
-        self._contents: Contents | None = None
         self._error: Exception | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether no gradient of this step is in."""
         return len(self._missing) == len(self.names)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the last collective was begun."""
+        return self._has_begun
 
     @property
     def has_arrived(self) -> bool:
@@ -67,20 +65,19 @@ class Transfer:
         return self._handle is not None and not hvd.poll(self._handle)
 
     def add(self, name: str, gradient: np.ndarray) -> None:
-        """Encode what the bucket carries of a gradient, float32[elements] of the whole tensor."""
-        self._codec.encode(self._layout, self._payloads, name, gradient)
+        """Take up what the bucket carries of a gradient, float32[elements] of the whole tensor."""
+        self._put(name, gradient)
         self._is_in(name)
 
     def skip(self, name: str) -> None:
         """Leave out a gradient in this step: it turned out to travel by other means."""
-        self._codec.leave_out(self._layout, self._payloads, name)
+        self._leave_out(name)
         self._undelivered.discard(name)
         self._is_in(name)
 
     def _is_in(self, name: str) -> None:
         self._missing.discard(name)
         if not self._missing:
-            self._codec.seal(self._layout, self._payloads)
             with overlap_explained(sorted(self.names)):
                 self._depart()
 
@@ -100,15 +97,14 @@ class Transfer:
         handle, self._handle = self._handle, None
         if handle is not None:
             with self._failing():
-                self._contents = self._received(synchronize(handle).numpy())
+                self._received(synchronize(handle).numpy())
 
-    def decode(self, name: str, out: np.ndarray, scale: float) -> None:
+    def decode(self, name: str, out: np.ndarray) -> None:
         """Overwrite what the bucket carries of a tensor with the scaled sum over all ranks.
 
         Args:
             name: the tensor's name.
             out: float32[elements], the whole tensor's, contiguous.
-            scale: factor of the sum.
 
         Raises:
             PayloadError: a rank sent something else than what this rank expects.
@@ -116,8 +112,7 @@ class Transfer:
         """
         if self._error is not None:
             raise self._error
-        assert self._contents is not None, f"{self._planned.bucket.label} was not received"
-        self._codec.decode(self._contents, name, out, scale)
+        self._take(name, out)
         self._undelivered.discard(name)
         if not self._undelivered:
             self.forget()
@@ -126,7 +121,7 @@ class Transfer:
         """Be ready for the next step; nothing may be under way."""
         self._missing, self._undelivered = set(self.names), set(self.names)
         self._has_begun = False
-        self._contents = self._error = None
+        self._error = None
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -137,32 +132,85 @@ class Transfer:
 
     # What subclasses do.
 
+    def _put(self, name: str, gradient: np.ndarray) -> None:
+        raise NotImplementedError
+
+    def _leave_out(self, name: str) -> None:
+        raise NotImplementedError
+
     def _depart(self) -> None:
-        """The bucket is full and sealed: begin what precedes the last collective."""
+        """The bucket is full: begin what precedes the last collective."""
 
     def _begin(self) -> int:
         raise NotImplementedError
 
-    def _received(self, arrived: np.ndarray) -> Contents:
+    def _received(self, arrived: np.ndarray) -> None:
+        raise NotImplementedError
+
+    def _take(self, name: str, out: np.ndarray) -> None:
         raise NotImplementedError
 
 
-class Allgather(Transfer):
+class Coded(Transfer):
+    """A bucket that travels as codes.
+
+    Args:
+        planned: the bucket, and how it travels.
+        codec: of the optimizer.
+        process_set: the ranks that exchange.
+        scale: factor of the sum over all ranks.
+    """
+
+    def __init__(self, planned: Planned, codec: Codec, process_set: hvd.ProcessSet, scale: float) -> None:
+        super().__init__(planned)
+        self._codec = codec
+        self._process_set = process_set
+        self._scale = scale
+        self._layout = codec.layout(planned.bucket, planned.chunks)
+        self._payloads = self._layout.new()
+        self._contents: Contents | None = None
+
+    def _put(self, name: str, gradient: np.ndarray) -> None:
+        self._codec.encode(self._layout, self._payloads, name, gradient)
+
+    def _leave_out(self, name: str) -> None:
+        self._codec.leave_out(self._layout, self._payloads, name)
+
+    def _depart(self) -> None:
+        self._codec.seal(self._layout, self._payloads)
+
+    def _received(self, arrived: np.ndarray) -> None:
+        self._contents = self._contents_of(arrived)
+
+    def _take(self, name: str, out: np.ndarray) -> None:
+        assert self._contents is not None, f"{self._planned.bucket.label} was not received"
+        self._codec.decode(self._contents, name, out, self._scale)
+
+    def forget(self) -> None:
+        super().forget()
+        self._contents = None
+
+    def _contents_of(self, arrived: np.ndarray) -> Contents:
+        """What the last collective brought, checked."""
+        raise NotImplementedError
+
+
+class Allgather(Coded):
     """A bucket whose payloads all ranks get."""
 
     def _begin(self) -> int:
         return hvd.allgather_async(torch.from_numpy(self._payloads), name=f"twobit.{self._planned.bucket.name}",
                                    process_set=self._process_set)
 
-    def _received(self, arrived: np.ndarray) -> Contents:
+    def _contents_of(self, arrived: np.ndarray) -> Contents:
         return self._codec.receive(self._layout, arrived, self._planned.ranks)
 
 
-class ScatterReduceAllgather(Transfer):
+class ScatterReduceAllgather(Coded):
     """A bucket of which every rank sums a chunk for all."""
 
-    def __init__(self, codec: Codec, planned: Planned, process_set: hvd.ProcessSet) -> None:
-        super().__init__(codec, planned, process_set)
+    def __init__(self, planned: Planned, codec: Codec, process_set: hvd.ProcessSet, scale: float) -> None:
+        super().__init__(planned, codec, process_set, scale)
         self._splits = torch.tensor(self._layout.chunk_nbytes, dtype=torch.int32)
         self._scattering: int | None = None
         self._sums: torch.Tensor | None = None
@@ -172,6 +220,7 @@ class ScatterReduceAllgather(Transfer):
         return self._scattering is not None or super().is_under_way
 
     def _depart(self) -> None:
+        super()._depart()
         self._scattering = hvd.alltoall_async(torch.from_numpy(self._payloads), self._splits,
                                               name=f"twobit.{self._planned.bucket.name}",
                                               process_set=self._process_set)
@@ -189,7 +238,7 @@ class ScatterReduceAllgather(Transfer):
         return hvd.allgather_async(self._sums, name=f"twobit.sums.{self._planned.bucket.name}",
                                    process_set=self._process_set)
 
-    def _received(self, arrived: np.ndarray) -> Contents:
+    def _contents_of(self, arrived: np.ndarray) -> Contents:
         return self._codec.receive_sums(self._layout, arrived)
 
     def forget(self) -> None:
@@ -197,11 +246,11 @@ class ScatterReduceAllgather(Transfer):
         self._sums = None
 
 
-class Allreduce(Transfer):
+class Allreduce(Coded):
     """A bucket whose codes Horovod's own allreduce adds up, as digits of integers."""
 
-    def __init__(self, codec: Codec, planned: Planned, process_set: hvd.ProcessSet) -> None:
-        super().__init__(codec, planned, process_set)
+    def __init__(self, planned: Planned, codec: Codec, process_set: hvd.ProcessSet, scale: float) -> None:
+        super().__init__(planned, codec, process_set, scale)
         self._tallies = codec.tally_layout(self._layout, planned.ranks)
         self._wire = torch.empty(self._tallies.size, dtype=torch.int32)
 
@@ -210,13 +259,14 @@ class Allreduce(Transfer):
         return self._wire.numpy().view(np.uint32)
 
     def _depart(self) -> None:
+        super()._depart()
         self._codec.tally(self._layout, self._payloads, self._process_set.rank(), self._tallies, self._integers)
 
     def _begin(self) -> int:
         return hvd.allreduce_async_(self._wire, name=f"twobit.{self._planned.bucket.name}", op=hvd.Sum,
                                     process_set=self._process_set)
 
-    def _received(self, arrived: np.ndarray) -> Contents:
+    def _contents_of(self, arrived: np.ndarray) -> Contents:
         return self._codec.receive_tallies(self._layout, self._tallies, self._integers)
 
 

@@ -16,12 +16,14 @@ import torch
 
 from hvd_twobit.torch import TwoBit, residuals_of
 from tests.scenarios.allreduce import STEPS_AFTER_JOIN, joined_steps, named_gradient, steps_before_join
-from tests.simulation import gradient, simulated, uncompressed, uncompressed_steps
+from tests.simulation import SimulatedMachines, gradient, simulated, uncompressed, uncompressed_steps
 
 STEPS = 20
 LEARNING_RATE = 0.25
 SHAPES = {"wide": (37, 61), "row": (1500,), "tiny": (5,), "scalar": (), "empty": (0, 3)}
 DEFAULT_MIN_ELEMENTS = 1024
+RANKS_PER_MACHINE = 2
+"""As ``tests.jobs`` starts jobs: one machine with two ranks, or two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +137,37 @@ CONFIGURATIONS = {
     "overflow on one rank": Configuration(dict(threshold=0.4), overflow=True),
     "overflow on one rank in float16": Configuration(dict(threshold=0.4), dtype="float16", overflow=True),
 }
+
+
+HIERARCHICAL = {
+    "two levels": Configuration(dict(hierarchical=True)),
+    "two levels, auto": Configuration(dict(hierarchical="auto")),
+    "two levels, sum, warm-up, a gradient missing on one rank": Configuration(
+        dict(hierarchical=True, warmup_steps=2), dict(op="Sum"), missing="row"),
+    "two levels, sra in small buckets": Configuration(dict(
+        hierarchical=True, transport="sra", bucket_cap_mb=0.006, block_elements=64, min_elements=0)),
+    "two levels, allreduce, predivide factor 4": Configuration(
+        dict(hierarchical=True, transport="allreduce", block_elements=256), dict(gradient_predivide_factor=4.0)),
+    "two levels, a fixed threshold, predivide factor 3": Configuration(
+        dict(hierarchical=True, threshold=0.4, min_elements=0), dict(gradient_predivide_factor=3.0)),
+    "two levels, allgather in small buckets": Configuration(
+        dict(hierarchical=True, transport="allgather", bucket_cap_mb=0.006)),
+    "two levels, a fixed threshold": Configuration(dict(hierarchical=True, threshold=0.4)),
+    "two levels, asymmetric thresholds, sum, sra": Configuration(
+        dict(hierarchical=True, transport="sra", positive_threshold=0.2, negative_threshold=-0.45), dict(op="Sum")),
+    "two levels, groups with a gradient missing on one rank": Configuration(
+        dict(hierarchical=True), dict(groups=2), missing="row"),
+    "two levels, sparse gradients in a group": Configuration(
+        dict(hierarchical=True), dict(groups=1), shapes=EMBEDDING, sparse="table"),
+    "two levels, overflow on one rank": Configuration(dict(hierarchical=True, transport="allgather"), overflow=True),
+    "two levels, overflow in warm-up": Configuration(dict(hierarchical=True, warmup_steps=4), overflow=True),
+    "two levels, load_state_dict between and within steps": Configuration(dict(hierarchical=True), reload=True),
+    "two levels, a scale that jumps": Configuration(dict(hierarchical=True), jumps=True),
+    "two levels, a transposed bfloat16 parameter": Configuration(
+        dict(hierarchical=True), dtype="bfloat16", transposed="wide"),
+    "two levels, auto with a process set": Configuration(dict(hierarchical="auto"), subset=True),
+}
+CONFIGURATIONS.update(HIERARCHICAL)
 
 
 JOINING: dict[str, Mapping[str, Any]] = {"join, adaptive levels": {}, "join, a fixed threshold": dict(threshold=0.4)}
@@ -316,6 +349,14 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
                if _compressed(configuration, parameter) and parameter != configuration.frozen}
     model = _Model(configuration)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    machines = size // RANKS_PER_MACHINE
+    if not configuration.subset and _has_levels(configuration, machines):
+        tensors = {parameter: SimulatedMachines(
+            simulated(configuration.compression, range(machines), int(np.prod(configuration.shapes[parameter]))),
+            average, scale) for parameter in tensors}
+        scale_of_machines = 1 / factor * factor / machines if average else 1.0
+    else:
+        scale_of_machines = scale
     steps = []
     for step in range(STEPS):
         gradients = {}
@@ -324,8 +365,9 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
                 continue
             per_rank = [_accumulated(configuration, rank, step, parameter) for rank in ranks]
             if parameter in tensors:
-                received = not _is_abandoned(configuration, step)
-                reduced = tensors[parameter].step(per_rank, scale, received).reshape(configuration.shapes[parameter])
+                # On two levels a machine's ranks need what came from the others, to end what they have begun.
+                received = not _is_abandoned(configuration, step) or isinstance(tensors[parameter], SimulatedMachines)
+                reduced = tensors[parameter].step(per_rank, scale_of_machines, received).reshape(configuration.shapes[parameter])
             else:
                 reduced = uncompressed(per_rank, scale)
             gradients[parameter] = reduced
@@ -342,6 +384,11 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
         steps.append({**recorded, **{f"weight {parameter}": _as_float(value)
                                      for parameter, value in model.named_parameters()}})
     return steps, tensors
+
+
+def _has_levels(configuration: Configuration, machines: int) -> bool:
+    setting = (configuration.compression or {}).get("hierarchical") if isinstance(configuration.compression, dict) else 0
+    return setting is True or (setting == "auto" and machines > 1)
 
 
 def _accumulated(configuration: Configuration, rank: int, step: int, name: str) -> np.ndarray:
