@@ -33,17 +33,26 @@ class Committed:
         self.residuals.load_state_dict(self._state)
 
 
-def follow_rank_0(residuals: ResidualRegistry, broadcast: Callable[[Any], Any]) -> None:
+def follow_rank_0(residuals: ResidualRegistry, broadcast: Callable[[Any], Any],
+                  gather: Callable[[Any], list[Any]]) -> None:
     """Take over levels, counters and loss scale of rank 0; every rank of the new world calls this.
 
     Residuals are not exchanged. A rank that was there before keeps its own, in the unit of rank 0's loss scale, and one
-    that is new begins at zero.
+    that is new begins at zero. Where the ranks of a machine divide tensors, rank 0 knows the levels of its shares only;
+    those of others come from the first rank that has them.
 
     Args:
         residuals: of this rank.
         broadcast: returns rank 0's argument on every rank.
+        gather: returns the arguments of all ranks, in rank order.
 
     Raises:
-        ResidualError: a tensor has another shape on rank 0.
+        ResidualError: a tensor has another shape on another rank.
     """
-    residuals.take_shared(broadcast(residuals.shared()))
+    if not residuals.is_divided:
+        return residuals.take_shared(broadcast(residuals.shared()))
+    first, *others = gather(residuals.shared())
+    for other in others:
+        for part in ("shapes", "levels", "uncompressed_steps"):
+            first[part] = {**other[part], **first[part]}
+    residuals.take_shared(first)

@@ -33,6 +33,7 @@ class ResidualRegistry:
     Attributes:
         can_undo: whether ``undo_step`` can bring residuals back, for which a second copy of each is kept.
         loss_scale: by what the gradients were multiplied that residuals and levels come from; None where nothing told.
+        is_divided: whether the ranks of a machine may divide tensors, so that each knows its share only.
         ranks_per_machine: among how many ranks shares of tensors are divided, see ``sharding``; 1 where there are none.
         revision: grows whenever a state was taken from elsewhere.
     """
@@ -43,6 +44,7 @@ class ResidualRegistry:
         self._lock = threading.Lock()
         self.can_undo = False
         self.loss_scale: float | None = None
+        self.is_divided = False
         self.ranks_per_machine = 1
         self.revision = 0
 

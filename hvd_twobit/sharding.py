@@ -186,7 +186,7 @@ class ShardedResiduals:
             levels[:] = whole.levels
         for piece in pieces:
             found, blocks = known[piece.name].levels, self._blocks(piece)
-            if found is not None and found.size == levels[blocks].size:
+            if piece.elements and found is not None and found.size == levels[blocks].size:
                 levels[blocks] = found
         return levels, max([whole.uncompressed_steps, *(state.uncompressed_steps for state in known.values())])
 

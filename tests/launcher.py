@@ -49,7 +49,9 @@ def horovodrun(np_ranks: int, command: list[str], environment: dict[str, str] | 
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
                    **(environment or {})}
     per_machine = ranks_per_machine or np_ranks
-    hosts = [f"{name}:{per_machine}" for name in MACHINES[:-(-np_ranks // per_machine)]]
+    # horovodrun starts as many as the hosts have place for, whatever -np says.
+    hosts = [f"{name}:{min(per_machine, np_ranks - first)}"
+             for name, first in zip(MACHINES, range(0, np_ranks, per_machine))]
     process = subprocess.Popen([sys.executable, "-m", "tests.horovodrun", "--gloo", "-np", str(np_ranks),
                                 "-H", ",".join(hosts), *command],
                                env=environment, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

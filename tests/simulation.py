@@ -5,7 +5,7 @@ Nothing of codec, payload or front ends is used, so that a mistake there cannot 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -239,6 +239,46 @@ def assert_same_steps(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray],
     assert len(found) == len(wanted), what
     for number, pair in enumerate(zip(found, wanted)):
         assert_same_bits(*pair, f"{what}, step {number}")
+
+
+def assert_same_state(states: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any], block_elements: int = 1024,
+                      unit: float = 1.0) -> None:
+    """The residuals and levels of ranks are those of simulated tensors, or shares of those of their machine.
+
+    Args:
+        states: of each rank, ``residuals`` and ``levels`` by name.
+        tensors: by name; all of them with machines, or none.
+        block_elements: elements that share a level.
+        unit: by what the gradients were multiplied from which the states come.
+    """
+    if not any(isinstance(tensor, SimulatedMachines) for tensor in tensors.values()):
+        for rank, state in enumerate(states):
+            assert state["residuals"].keys() == tensors.keys()
+            assert state["levels"].keys() == {name for name, tensor in tensors.items() if len(tensor.levels)}
+            for name, found in state["residuals"].items():
+                assert_same_bits(found.reshape(-1) / np.float32(unit), tensors[name].residuals[rank],
+                                 f"residual {name}, rank {rank}")
+            for name, found in state["levels"].items():
+                assert_same_bits(found / np.float32(unit), np.array(tensors[name].levels),
+                                 f"levels {name}, rank {rank}")
+        return
+    local_size = len(states) // next(iter(tensors.values())).machines
+    covered: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for rank, state in enumerate(states):
+        for entry, found in state["residuals"].items():
+            name, bounds = entry[:-1].rsplit("[", 1)
+            start, stop = map(int, bounds.split(":"))
+            covered.setdefault((rank // local_size, name), []).append((start, stop))
+            assert_same_bits(found / np.float32(unit), tensors[name].residuals[rank // local_size][start:stop],
+                             f"residual {entry}, rank {rank}")
+            if len(tensors[name].levels):
+                blocks = slice(start // block_elements, -(-stop // block_elements))
+                assert_same_bits(state["levels"][entry] / np.float32(unit), np.array(tensors[name].levels[blocks]),
+                                 f"levels {entry}, rank {rank}")
+    for name, tensor in tensors.items():
+        for machine, residual in enumerate(tensor.residuals):
+            shares = sorted(covered.get((machine, name), []))
+            assert [0, *(stop for _, stop in shares)] == [*(start for start, _ in shares), residual.size], name
 
 
 def is_adaptive(compression: Any) -> bool:

@@ -50,8 +50,8 @@ def test_restore_brings_back_what_was_committed_as_often_as_it_is_asked_for() ->
 
 def sync(residuals: ResidualRegistry, rank_0: ResidualRegistry) -> None:
     told = []
-    follow_rank_0(rank_0, lambda shared: told.append(shared) or shared)
-    follow_rank_0(residuals, lambda _: told[0])
+    follow_rank_0(rank_0, lambda shared: told.append(shared) or shared, list)
+    follow_rank_0(residuals, lambda _: told[0], list)
 
 
 def test_sync_takes_levels_from_rank_0_and_leaves_residuals_where_they_are() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 
 from .jobs import results_of, waits_for_the_job
 from .scenarios import torch_amp as scenario
-from .simulation import assert_same_bits
+from .simulation import assert_same_bits, assert_same_state
 
 pytestmark = waits_for_the_job
 
@@ -47,17 +46,10 @@ def test_every_rank_skips_the_steps_in_which_one_overflows(name: str, results: l
 def test_training_equals_one_without_a_scaler_bit_for_bit(name: str, results: list[Any]) -> None:
     weights, tensors = scenario.expected(name, len(results))
     for rank, result in enumerate(results):
-        result = result[name]
-        scale = np.float32(result["scale"])
-        for step, (found, wanted) in enumerate(zip(result["weights"], weights)):
+        for step, (found, wanted) in enumerate(zip(result[name]["weights"], weights)):
             for parameter in wanted:
                 assert_same_bits(found[parameter], wanted[parameter], f"step {step}, rank {rank}, {parameter}")
-        assert result["residuals"].keys() == tensors.keys()
-        assert result["levels"].keys() == {parameter for parameter, tensor in tensors.items() if len(tensor.levels)}
-        for parameter, tensor in tensors.items():
-            assert_same_bits(result["residuals"][parameter].reshape(-1) / scale, tensor.residuals[rank], parameter)
-        for parameter, levels in result["levels"].items():
-            assert_same_bits(levels / scale, np.array(tensors[parameter].levels), parameter)
+    assert_same_state([result[name] for result in results], tensors, unit=results[0][name]["scale"])
 
 
 def test_the_scale_both_fell_and_grew(results: list[Any]) -> None:

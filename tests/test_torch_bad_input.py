@@ -50,6 +50,15 @@ MESSAGES = {
     "another_order_of_parameters": r"DisagreementError: .* tensor 'another_order\.b' of rank 0 is where rank 1 has "
                                    r"tensor 'another_order\.a' in the order of parameters",
     "another_number_of_ranks": r"DisagreementError: .* rank 0 exchanges with 2 ranks in all and rank 1 with 3: give",
+    "hierarchical_on_rank_0": r"DisagreementError: .* hierarchical is True on rank 0, which finds 0 ranks per machine, "
+                              r"and False on rank 1, which finds 1 \(0: not asked yet\): give TwoBit the same on every "
+                              r"rank, also in the environment variable HVD_TWOBIT_HIERARCHICAL",
+    "hierarchical_on_rank_1": r"DisagreementError: .* hierarchical is False on rank 0",
+    "hierarchical_within_a_process_set": r"UnsupportedOperationError: hierarchical=True exchanges among all ranks, and "
+                                         r"this optimizer has a process set of ranks \[0\]: leave one of the two out",
+    "a_share_that_arrives_damaged": r"PayloadError: tensors? 'damaged\.b'.*: (the payload of rank 0|rank 1 of this "
+                                    r"machine's 2 could not exchange its share)",
+    "hierarchical_of_another_kind": r"ConfigError: hierarchical must be True, False or 'auto', not 'yes'",
     "unknown_transport": r"ConfigError: transport must be one of 'auto', 'allgather', 'sra', .*not 'ring'",
     "unknown_transport_in_the_environment": r"ConfigError: the environment variable HVD_TWOBIT_TRANSPORT must be one "
                                             r"of auto, allgather, sra.*, not 'all-gather' \(did you mean allgather\?\)",

@@ -10,7 +10,7 @@ import pytest
 from .jobs import results_of, waits_for_the_job
 from .scenarios import torch_optimizer as scenario
 from .scenarios.allreduce import seen_by
-from .simulation import SimulatedMachines, assert_same_bits
+from .simulation import assert_same_bits, assert_same_state
 
 pytestmark = waits_for_the_job
 
@@ -31,44 +31,9 @@ def test_optimizer_equals_the_simulation_of_all_ranks_for_20_steps(name: str, re
             assert found.keys() == wanted.keys()
             for key in wanted:
                 assert_same_bits(found[key], wanted[key], f"step {number}, rank {rank}, {key}")
-        _check_state(result, tensors, rank)
-
-
-def _check_state(result: dict[str, Any], tensors: dict[str, Any], rank: int) -> None:
-    """A rank's residuals and levels are the simulated ones, or shares of its machine's."""
-    if any(isinstance(tensor, SimulatedMachines) for tensor in tensors.values()):
-        return
-    assert result["residuals"].keys() == tensors.keys()
-    assert result["levels"].keys() == {name for name, tensor in tensors.items() if len(tensor.levels)}
-    for tensor, found in result["residuals"].items():
-        assert_same_bits(found.reshape(-1), tensors[tensor].residuals[rank], f"residual {tensor}, rank {rank}")
-    for tensor, found in result["levels"].items():
-        assert_same_bits(found, np.array(tensors[tensor].levels), f"levels {tensor}, rank {rank}")
-
-
-@pytest.mark.parametrize("name", scenario.HIERARCHICAL)
-def test_the_ranks_of_a_machine_divide_its_residual_and_levels(name: str, results: list[Any]) -> None:
-    _, tensors = scenario.expected(name, len(results))
-    for tensor, simulated in tensors.items():
-        if not isinstance(simulated, SimulatedMachines):
-            continue  # One machine, or a process set: one level.
-        elements = simulated.residuals[0].size
-        block_elements = scenario.CONFIGURATIONS[name].compression.get("block_elements", 1024)
-        for machine, wanted in enumerate(simulated.residuals):
-            pieces = []
-            for rank in range(machine * scenario.RANKS_PER_MACHINE, (machine + 1) * scenario.RANKS_PER_MACHINE):
-                for entry, found in results[rank][name]["residuals"].items():
-                    whole, bounds = entry[:-1].rsplit("[", 1)
-                    start, stop = map(int, bounds.split(":"))
-                    if whole == tensor:
-                        pieces.append((start, stop))
-                        assert_same_bits(found, wanted[start:stop], f"residual {entry}, rank {rank}")
-                        if len(simulated.levels):
-                            blocks = slice(start // block_elements, -(-stop // block_elements))
-                            assert_same_bits(results[rank][name]["levels"][entry],
-                                             np.array(simulated.levels[blocks]), f"levels {entry}, rank {rank}")
-            pieces.sort()
-            assert [0, *(stop for _, stop in pieces)] == [*(start for start, _ in pieces), elements]
+    compression = scenario.CONFIGURATIONS[name].compression
+    block_elements = compression.get("block_elements", 1024) if isinstance(compression, dict) else 1024
+    assert_same_state([result[name] for result in exchanging(name, results)], tensors, block_elements)
 
 
 @pytest.mark.parametrize("name", scenario.CONFIGURATIONS)

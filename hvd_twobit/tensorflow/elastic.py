@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import horovod.tensorflow as hvd
+
 from ..elastic import Committed, follow_rank_0
 from ..residuals import ResidualRegistry
 
@@ -41,7 +43,7 @@ def sync(original: Any, self: Any) -> None:
     original(self)
     for name in _committed(self):
         # As Horovod's states of TensorFlow do with all that they hold: what was synchronized is committed.
-        follow_rank_0(getattr(self, name), self._bcast_object)
+        follow_rank_0(getattr(self, name), self._bcast_object, hvd.allgather_object)
         self._twobit[name] = Committed(getattr(self, name))
 
 

@@ -25,7 +25,8 @@ class ResidualsHandler(StateHandler):
         self._committed.restore()
 
     def sync(self) -> None:
-        follow_rank_0(self.value, lambda shared: hvd.broadcast_object(shared, name="twobit.elastic"))
+        follow_rank_0(self.value, lambda shared: hvd.broadcast_object(shared, name="twobit.elastic"),
+                      lambda shared: hvd.allgather_object(shared, name="twobit.elastic"))
 
     def set_value(self, value: Any) -> None:
         self._committed = Committed(value)

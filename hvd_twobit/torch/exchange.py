@@ -72,6 +72,7 @@ class Exchange:
                                             f"process set of ranks {process_set.ranks}: leave one of the two out, or "
                                             "give TwoBit hierarchical=\"auto\"")
         self._asks_for_levels = bool(config.hierarchical) and process_set.ranks == hvd.global_process_set.ranks
+        self.residuals.is_divided = self._asks_for_levels
         self._levels: Levels | None = None
         self._world: tuple[int, int] | None = None
         self._buckets: list[Planned] = []

@@ -16,7 +16,7 @@ import torch
 
 from hvd_twobit.torch import TwoBit, residuals_of
 from tests.scenarios import told_by
-from tests.simulation import gradient, simulated, uncompressed
+from tests.simulation import SimulatedMachines, gradient, simulated, uncompressed
 
 STEPS = 20
 LEARNING_RATE = 0.25
@@ -55,6 +55,9 @@ CONFIGURATIONS = {
     "adaptive levels, groups and warm-up": Configuration(dict(warmup_steps=2), options=dict(groups=2)),
     "adaptive levels of everything": Configuration(dict(min_elements=0)),
     "a fixed threshold, the scaler told": Configuration(dict(threshold=0.375), told=True),
+    "two levels": Configuration(dict(hierarchical=True)),
+    "two levels, a fixed threshold, resumed": Configuration(dict(hierarchical=True, threshold=0.375), told=True,
+                                                            resumes_at=12),
     "resumed with the scaler's state": Configuration(resumes_at=12),
     "resumed with another scale": Configuration(told=True, resumes_at=12, forgets_scaler=True),
 }
@@ -134,6 +137,12 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
     tensors = {parameter: simulated(configuration.compression, range(size), int(np.prod(shape)))
                for parameter, shape in SHAPES.items()
                if int(np.prod(shape)) >= configuration.compression.get("min_elements", 1024)}
+    scale = 1 / size
+    if configuration.compression.get("hierarchical"):  # Both ranks are on one machine.
+        tensors = {parameter: SimulatedMachines(simulated(configuration.compression, range(1), int(np.prod(shape))),
+                                                True, 1 / size) for parameter, shape in SHAPES.items()
+                   if parameter in tensors}
+        scale = 1.0
     model = torch.nn.ParameterDict({parameter: torch.zeros(shape) for parameter, shape in SHAPES.items()})
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     weights = []
@@ -142,7 +151,7 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
             for parameter, shape in SHAPES.items():
                 gradients = [_gradient(rank, step, parameter, _is_exact(configuration, step, parameter))
                              for rank in range(size)]
-                reduced = (tensors[parameter].step(gradients, 1 / size) if parameter in tensors
+                reduced = (tensors[parameter].step(gradients, scale) if parameter in tensors
                            else uncompressed(gradients, 1 / size))
                 model[parameter].grad = torch.from_numpy(reduced.reshape(shape))
             optimizer.step()

@@ -15,6 +15,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_twobit import payload
+from hvd_twobit.codec import Codec
 from hvd_twobit.torch import TwoBit, residuals_of
 from tests.scenarios import told_by
 
@@ -117,6 +118,46 @@ def another_number_of_ranks() -> None:
     optimizer = _optimizer(parameters, TwoBit(0.5), process_set=everyone)
     _backward(parameters)
     optimizer.step()
+
+
+def hierarchical_on_rank_0() -> None:
+    parameters = {"hierarchical_0.a": _parameter(30, 40)}
+    optimizer = _optimizer(parameters, TwoBit(hierarchical=hvd.rank() == 0))
+    _backward(parameters)
+    optimizer.step()
+
+
+def hierarchical_on_rank_1() -> None:
+    parameters = {"hierarchical_1.a": _parameter(30, 40), "hierarchical_1.b": _parameter(10)}
+    optimizer = _optimizer(parameters, TwoBit(0.5, hierarchical=bool(hvd.rank())))
+    _backward(parameters)
+    optimizer.step()
+
+
+def hierarchical_within_a_process_set() -> None:
+    _optimizer({"within.a": _parameter(10)}, TwoBit(hierarchical=True), process_set=hvd.ProcessSet([0]))
+
+
+def a_share_that_arrives_damaged() -> None:
+    """Rank 1 cannot read what came from the other machines; the other ranks of its machine wait for its share."""
+    parameters = {"damaged.a": _parameter(3000), "damaged.b": _parameter(3000)}
+    optimizer = _optimizer(parameters, TwoBit(0.5, hierarchical=True, transport="allgather"))
+    receive = Codec.receive
+
+    def damaged(codec: Codec, layout: Any, gathered: Any, ranks: int) -> Any:
+        gathered[0] ^= hvd.rank()
+        return receive(codec, layout, gathered, ranks)
+
+    Codec.receive = damaged
+    try:
+        _backward(parameters)
+        optimizer.step()
+    finally:
+        Codec.receive = receive
+
+
+def hierarchical_of_another_kind() -> None:
+    TwoBit(hierarchical="yes")
 
 
 def unknown_transport() -> None:
@@ -237,7 +278,8 @@ SCENARIOS: list[Callable[[], None]] = [
     another_version_of_payload, another_min_elements, another_min_elements_in_a_group, auto_on_one_rank,
     other_blocks_on_one_rank, another_warm_up, levels_of_another_step, other_groups_on_one_rank, frozen_on_one_rank,
     another_shape_on_one_rank, another_transport_on_one_rank, larger_buckets_on_one_rank, another_order_of_parameters,
-    another_number_of_ranks, unknown_transport, unknown_transport_in_the_environment]
+    another_number_of_ranks, hierarchical_on_rank_0, hierarchical_on_rank_1, hierarchical_within_a_process_set,
+    a_share_that_arrives_damaged, hierarchical_of_another_kind, unknown_transport, unknown_transport_in_the_environment]
 
 
 def run() -> dict[str, str]:

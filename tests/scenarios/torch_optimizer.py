@@ -366,7 +366,8 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
             per_rank = [_accumulated(configuration, rank, step, parameter) for rank in ranks]
             if parameter in tensors:
                 # On two levels a machine's ranks need what came from the others, to end what they have begun.
-                received = not _is_abandoned(configuration, step) or isinstance(tensors[parameter], SimulatedMachines)
+                received = not _is_abandoned(configuration, step) or isinstance(tensors[parameter],
+                                                                                SimulatedMachines)
                 reduced = tensors[parameter].step(per_rank, scale_of_machines, received).reshape(configuration.shapes[parameter])
             else:
                 reduced = uncompressed(per_rank, scale)
@@ -387,7 +388,8 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
 
 
 def _has_levels(configuration: Configuration, machines: int) -> bool:
-    setting = (configuration.compression or {}).get("hierarchical") if isinstance(configuration.compression, dict) else 0
+    arguments = configuration.compression
+    setting = arguments.get("hierarchical") if isinstance(arguments, dict) else None
     return setting is True or (setting == "auto" and machines > 1)
 
 
