@@ -90,7 +90,9 @@ class Statement:
     @functools.cached_property
     def digest(self) -> bytes:
         """32 bytes, equal where statements mean the same collectives, however that was configured."""
-        content = json.dumps([VERSION, self.block_elements, self.ranks, self.ranks_per_machine, self.buckets,
+        # Before it is known how ranks share machines, what depends on the setting is whether they ask, and what for.
+        levels = self.ranks_per_machine or f"asked for {self.hierarchical}"
+        content = json.dumps([VERSION, self.block_elements, self.ranks, levels, self.buckets,
                               [dataclasses.astuple(tensor) for tensor in self.tensors]])
         return _MAGIC + hashlib.blake2b(content.encode(), digest_size=NBYTES - len(_MAGIC)).digest()
 
@@ -136,7 +138,8 @@ def difference(statements: bytes) -> str:
         if other["ranks"] != first["ranks"]:
             return (f"rank 0 exchanges with {first['ranks']} ranks in all and rank {rank} with {other['ranks']}: give "
                     "the optimizers of all ranks the same process set")
-        if other["ranks_per_machine"] != first["ranks_per_machine"]:
+        if other["ranks_per_machine"] != first["ranks_per_machine"] or (
+                first["ranks_per_machine"] == 0 and other["hierarchical"] != first["hierarchical"]):
             return (f"hierarchical is {first['hierarchical']!r} on rank 0, which finds {first['ranks_per_machine']} "
                     f"ranks per machine, and {other['hierarchical']!r} on rank {rank}, which finds "
                     f"{other['ranks_per_machine']} (0: not asked yet): give TwoBit the same on every rank, also in the "

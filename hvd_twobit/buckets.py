@@ -115,13 +115,15 @@ class Bucket:
                 yield dataclasses.replace(part, start=start, stop=stop)
 
 
-def plan(tensors: Iterable[tuple[str, tuple[int, ...]]], cap_elements: int, block_elements: int) -> list[Bucket]:
+def plan(tensors: Iterable[tuple[str, tuple[int, ...]]], cap_elements: int, block_elements: int,
+         alone: bool = False) -> list[Bucket]:
     """Fill buckets with tensors in their order.
 
     Args:
         tensors: name and shape of each, in the order in which gradients are computed.
         cap_elements: the most elements of a bucket.
         block_elements: a tensor is cut at multiples of this many elements.
+        alone: whether a tensor is cut as if it were the only one, wherever it lies among others.
 
     Returns:
         The buckets, in order. A tensor that is cut shares none of its buckets with another one.
@@ -132,7 +134,8 @@ def plan(tensors: Iterable[tuple[str, tuple[int, ...]]], cap_elements: int, bloc
     room = -1
     for number, tensor in enumerate(parts):
         if tensor.elements > cap_elements:
-            head, tail = (small if outermost else 0 for outermost in (not buckets, number == len(parts) - 1))
+            head, tail = (small if alone or outermost else 0
+                          for outermost in (not buckets, number == len(parts) - 1))
             buckets += ([part] for part in _pieces(tensor, cap_elements, block_elements, head, tail))
             room = -1
             continue

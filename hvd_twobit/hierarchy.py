@@ -12,6 +12,8 @@ machine's devices before it compresses what leaves the machine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from .buckets import Bucket
@@ -30,17 +32,21 @@ class TwoLevelLayout:
         rank: this rank's number among those of its machine.
         ranks: number of ranks on each machine.
         block_elements: shares are cut at multiples of this many elements of a tensor.
+        keys: see ``sharding.shares_of``, by tensor.
+        with_empty: whether empty shares are exchanged as well.
 
     Attributes:
-        own: this rank's shares, as a bucket of whole tensors; None where all are empty.
+        own: this rank's shares, as a bucket of whole tensors; None where there is nothing to exchange.
         splits: elements that each rank of the machine gets, int32[ranks].
     """
 
-    def __init__(self, bucket: Bucket, rank: int, ranks: int, block_elements: int) -> None:
+    def __init__(self, bucket: Bucket, rank: int, ranks: int, block_elements: int,
+                 keys: Mapping[str, str] | None = None, with_empty: bool = False) -> None:
         self._bucket = bucket
         self._ranks = ranks
-        by_part = [shares_of(part, ranks, block_elements) for part in bucket.parts]
-        self._own = [(part.name, shares[rank]) for part, shares in zip(bucket.parts, by_part) if shares[rank].elements]
+        by_part = [shares_of(part, ranks, block_elements, (keys or {}).get(part.name)) for part in bucket.parts]
+        self._own = [(part.name, shares[rank]) for part, shares in zip(bucket.parts, by_part)
+                     if shares[rank].elements or with_empty]
         self.own = Bucket(tuple(share.part for _, share in self._own)) if self._own else None
         self.splits = np.array([sum(shares[number].elements for shares in by_part) for number in range(ranks)],
                                np.int32)
@@ -77,9 +83,14 @@ class TwoLevelLayout:
                 total /= np.float32(self._ranks)
         return total
 
+    @property
+    def result_elements(self) -> int:
+        """Elements that this rank sends in the second collective: the reduced shares, and whether that failed."""
+        return sum(share.elements for _, share in self._own) + 1
+
     def result(self) -> np.ndarray:
-        """Memory for what the second collective sends: the reduced shares, and whether that failed."""
-        return np.zeros(sum(share.elements for _, share in self._own) + 1, np.float32)
+        """Memory for what the second collective sends."""
+        return np.zeros(self.result_elements, np.float32)
 
     def of_own(self, values: np.ndarray) -> list[tuple[str, Share, np.ndarray]]:
         """Tensor and share of all that this rank has, and where it lies in ``machine_gradient`` and ``result``."""

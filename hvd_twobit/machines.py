@@ -202,11 +202,54 @@ class Levels:
         return cls(machines, *(_process_set(members, ids[members])
                                for members in (machines.within(rank), machines.across(rank))))
 
+    @classmethod
+    def decided(cls, setting: bool | str, places: Sequence[Place], rank: int,
+                add: Callable[[list[int]], Any]) -> Levels | None:
+        """Those that the user asks for; None where one level is enough. Every rank calls this alike.
+
+        Args:
+            setting: ``hierarchical`` as configured, not False.
+            places: of all ranks, in rank order.
+            rank: this rank.
+            add: see ``of``.
+
+        Raises:
+            UnsupportedOperationError: machines have different numbers of ranks, and the setting is not ``"auto"``.
+            ConfigError: a process set is missing and cannot be added.
+        """
+        try:
+            machines = Machines.of(places)
+        except UnsupportedOperationError:
+            if setting is True:
+                raise
+            return None
+        if machines.local_size == 1 or (setting is not True and len(machines.ranks) == 1):
+            return None
+        return cls.of(machines, rank, add)
+
     @property
     def are_current(self) -> bool:
         """Whether Horovod still has the process sets: an elastic job begins anew without any."""
         known = known_process_sets()
         return all(known.get(one.process_set_id) == one.ranks for one in (self.within, self.across))
+
+
+def asks_for_levels(setting: bool | str, ranks: Sequence[int], everyone: Sequence[int]) -> bool:
+    """Whether ranks have to find out if they exchange on two levels.
+
+    Args:
+        setting: ``hierarchical`` as configured.
+        ranks: those of the user's process set.
+        everyone: those of Horovod's global process set.
+
+    Raises:
+        UnsupportedOperationError: the process set is another one than the global one, and the setting is True.
+    """
+    if setting is True and ranks != everyone:
+        raise UnsupportedOperationError("hierarchical=True exchanges among all ranks, and this optimizer has a process "
+                                        f"set of ranks {ranks}: leave one of the two out, or give TwoBit "
+                                        "hierarchical=\"auto\"")
+    return bool(setting) and ranks == everyone
 
 
 def _process_set(members: tuple[int, ...], number: int) -> Any:

@@ -36,6 +36,7 @@ class ResidualRegistry:
         is_divided: whether the ranks of a machine may divide tensors, so that each knows its share only.
         ranks_per_machine: among how many ranks shares of tensors are divided, see ``sharding``; 1 where there are none.
         revision: grows whenever a state was taken from elsewhere.
+        division: stands for how ``sharding`` divided tensors last, and at which revision.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class ResidualRegistry:
         self.is_divided = False
         self.ranks_per_machine = 1
         self.revision = 0
+        self.division: object = None
 
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
         """Announce a tensor that may be compressed later.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -60,13 +60,19 @@ class Share:
         return Part(self.name, (self.elements,), 0, self.elements)
 
 
-def shares_of(part: Part, count: int, block_elements: int) -> list[Share]:
+def shares_of(part: Part, count: int, block_elements: int, key: str | None = None) -> list[Share]:
     """Cut a part of a tensor into a share for each of ``count`` ranks, between blocks; some may be empty.
 
     Which rank gets the larger ones depends on the tensor's name, so that many small tensors are divided evenly.
+
+    Args:
+        part: of the tensor.
+        count: number of shares.
+        block_elements: cuts are made at multiples of this many elements of the tensor.
+        key: what stands for the name, where that may not be the same on all ranks.
     """
     blocks = block_count(part.elements, block_elements)
-    turn = zlib.crc32(part.name.encode()) % count
+    turn = zlib.crc32((key or part.name).encode()) % count
     edges = [part.start + min(blocks * number // count * block_elements, part.elements) for number in range(count + 1)]
     return [Share.of(part.name, *edges[number:number + 2])
             for number in ((rank + turn) % count for rank in range(count))]
@@ -90,7 +96,8 @@ class ShardedResiduals:
         self._shares: dict[str, list[Share]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._beside: set[str] = set()
-        self._adopted: tuple[int, int] | None = None
+        self._new: set[str] = set()
+        self._division = object()
         self.rank, self.ranks = 0, 1
 
     def divide(self, rank: int, ranks: int, shapes: dict[str, tuple[int, ...]], buckets: Iterable[Bucket]) -> None:
@@ -102,15 +109,39 @@ class ShardedResiduals:
             shapes: of all tensors that may be compressed, by name.
             buckets: that hold them all.
         """
-        self.rank, self.ranks, self._shapes, self._adopted = rank, ranks, shapes, None
-        self._shares = {name: [] for name in shapes}
-        for bucket in buckets:
-            for part in bucket.parts:
-                self._shares[part.name].append(
-                    Share(part.name, part.start, part.stop) if ranks == 1
-                    else shares_of(part, ranks, self._config.block_elements)[rank])
-        if ranks == 1:
-            self._shares = {name: [Share(name, 0, math.prod(shape))] for name, shape in shapes.items()}
+        self.rank, self.ranks, self._division = rank, ranks, object()
+        self._shapes, self._shares, self._new = {}, {}, set()
+        self.include(shapes, buckets)
+
+    def include(self, shapes: Mapping[str, tuple[int, ...]], buckets: Iterable[Bucket],
+                keys: Mapping[str, str] | None = None) -> None:
+        """Determine shares of more tensors, where not all are known at once; of those that are known, nothing changes.
+
+        Args:
+            shapes: of the tensors, by name.
+            buckets: that hold them all.
+            keys: see ``shares_of``, by name.
+
+        Raises:
+            ResidualError: a tensor had another shape before.
+        """
+        new = {name for name, shape in shapes.items() if self._shapes.get(name) != shape}
+        for name in new:
+            self._residuals.tensor(name, shapes[name])
+            self._shapes[name] = shapes[name]
+            self._shares[name] = [] if self.ranks > 1 else [Share(name, 0, math.prod(shapes[name]))]
+        for part in (part for bucket in buckets if self.ranks > 1 for part in bucket.parts if part.name in new):
+            self._shares[part.name].append(shares_of(part, self.ranks, self._config.block_elements,
+                                                     (keys or {}).get(part.name))[self.rank])
+        self._new |= new
+
+    def forget(self, name: str) -> None:
+        """A tensor does not exist any more."""
+        for share in self._shares.pop(name, ()):
+            self._residuals.discard(share.name)
+        self._shapes.pop(name, None)
+        self._beside.discard(name)
+        self._new.discard(name)
 
     def ready(self, name: str) -> bool:
         """As ``Codec.ready`` of all shares of a tensor."""
@@ -127,25 +158,41 @@ class ShardedResiduals:
         return self._shapes[name] if share.name == name else (share.elements,)
 
     def adopt(self) -> None:
-        """Bring residuals and levels under the names of this rank's shares, after ``divide`` and what was loaded."""
-        revision = self._residuals.revision, self._residuals.ranks_per_machine
-        if self._adopted == revision:
+        """Bring residuals and levels under the names of this rank's shares.
+
+        To be called after ``divide``, ``include`` and whatever was loaded, before the exchange.
+        """
+        division = self._division, self._residuals.revision
+        if self._residuals.division != division:  # Also where the same tensors are exchanged with other parameters.
+            self._new = set(self._shapes)
+            self._beside.clear()
+        elif not self._new:
             return
         pieces = self._pieces()
-        self._beside.clear()
-        for name, shape in self._shapes.items():
-            self._adopt(name, shape, pieces.get(name, []))
-        self._residuals.ranks_per_machine = self.ranks
-        self._adopted = self._residuals.revision, self.ranks
+        for name in sorted(self._new):
+            self._adopt(name, self._shapes[name], pieces.pop(name, []))
+        self._convert([piece for found in pieces.values() for piece in found])
+        self._new = set()
+        self._residuals.ranks_per_machine, self._residuals.division = self.ranks, division
 
     def _pieces(self) -> dict[str, list[Share]]:
         """Shares of two levels in the registry, by tensor, in their order."""
         pieces: dict[str, list[Share]] = {}
-        for entry in self._residuals.names():
+        known = set(self._residuals.names())
+        for entry in known:
             tensor, *bounds = split_share(entry) or ("",)
-            if bounds and entry not in self._shapes and tensor in self._shapes:
+            if bounds and entry not in self._shapes and tensor in known:
                 pieces.setdefault(tensor, []).append(Share(entry, *bounds))
         return {name: sorted(found, key=lambda share: share.start) for name, found in pieces.items()}
+
+    def _convert(self, pieces: Sequence[Share]) -> None:
+        """Bring residuals of shares of tensors that are not included yet into the unit of those that are."""
+        if self._averages and self._residuals.ranks_per_machine != self.ranks:
+            factor = np.float32(self._residuals.ranks_per_machine / self.ranks)
+            for piece in pieces:
+                state = self._residuals.tensor(piece.name, (piece.elements,))
+                if state.has_residual:
+                    state.residual[:] *= factor
 
     def _adopt(self, name: str, shape: tuple[int, ...], pieces: Sequence[Share]) -> None:
         mine = [share.name for share in self._shares[name]]

@@ -53,12 +53,14 @@ def plan_buckets(config: TwoBitConfig, tensors: Iterable[tuple[str, tuple[int, .
         config: checked parameters.
         tensors: name and shape of every tensor that may travel compressed, in the order in which gradients come.
         ranks: ranks that exchange, of all machines.
-        ranks_per_machine: those that divide a bucket before its exchange.
+        ranks_per_machine: those that divide a bucket before its exchange. Where there are several, the cuts of a tensor
+            depend on no other tensor, as residuals are kept by share, and an exchange may be of other tensors.
     """
     machines = ranks // ranks_per_machine
     return [Planned(bucket, transport_of(config, bucket.elements, machines, ranks_per_machine), machines,
                     ranks_per_machine)
-            for bucket in plan(tensors, bucket_elements(config, ranks), config.block_elements)]
+            for bucket in plan(tensors, bucket_elements(config, ranks), config.block_elements,
+                               alone=ranks_per_machine > 1)]
 
 
 def restricted(buckets: Iterable[Planned], compressed: Callable[[str], bool]) -> list[Planned]:

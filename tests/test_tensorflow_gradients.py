@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from .jobs import results_of, waits_for_the_job
 from .scenarios import tensorflow_gradients as scenario
-from .simulation import assert_same_bits
+from .simulation import assert_same_bits, assert_same_state
 
 CASES = [(ranks, name) for ranks in (2, 4) for name in scenario.CONFIGURATIONS]
 by_case = pytest.mark.parametrize(("ranks", "name"), CASES, ids=[f"{ranks} ranks-{name}" for ranks, name in CASES])
@@ -27,13 +26,10 @@ def test_gradients_equal_the_simulation_of_all_ranks_for_20_steps(ranks: int, na
                 assert_same_bits(found[key], wanted[key], f"step {number}, rank {rank}, {key}")
             recorded = {key.partition(" ")[0] for key in found}
             assert found.keys() == {key for key in wanted if key.partition(" ")[0] in recorded} and "weight" in recorded
-        scale = np.float32(result["loss_scale"])
-        assert result["residuals"].keys() == tensors.keys()
-        assert result["levels"].keys() == {tensor for tensor in tensors if len(tensors[tensor].levels)}
-        for tensor, found in result["residuals"].items():
-            assert_same_bits(found.reshape(-1) / scale, tensors[tensor].residuals[rank], f"residual {tensor}, {rank}")
-        for tensor, found in result["levels"].items():
-            assert_same_bits(found / scale, np.array(tensors[tensor].levels), f"levels {tensor}, {rank}")
+    compression = scenario.CONFIGURATIONS[name].compression
+    block_elements = compression.get("block_elements", 1024) if isinstance(compression, dict) else 1024
+    states = [result[name] for result in exchanging(name, results_of("tensorflow", ranks, "gradients"))]
+    assert_same_state(states, tensors, block_elements, states[0]["loss_scale"])
 
 
 @by_case

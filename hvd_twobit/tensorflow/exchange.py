@@ -12,7 +12,7 @@ decided there, and the graph has both ways.
 
 from __future__ import annotations
 
-import os
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +21,10 @@ import numpy as np
 import tensorflow as tf
 
 from ..agreement import are_equal, disagreement
-from .graphs import collective_name, count_exchange, exchanges_before, held_until, refuse_xla
+from .graphs import collective_name, count_exchange, exchanges_before, held_until, meeting_name, refuse_xla
+from .hierarchy import TwoLevel, is_elastic, levels_of
 from .plan import Load, Plan, Settings, Tensor, Travel, Unit
-from .transfer import Transfer
+from .transfer import OneLevel
 
 # Horovod 0.28.1 has no bfloat16; what is not listed travels as float32.
 HOROVOD_DTYPES = (tf.float16, tf.float32, tf.float64)
@@ -43,15 +44,20 @@ def exchange(settings: Settings, tensors: Sequence[Tensor], gradients: Sequence[
         The reduced gradients. Without other ranks, the gradients themselves, as Horovod has it.
 
     Raises:
-        UnsupportedOperationError: a graph is built that XLA is to compile.
+        UnsupportedOperationError: a graph is built that XLA is to compile; or see ``levels_of``,
+        ConfigError: likewise,
+        DisagreementError: likewise.
+        ResidualError: a variable had another shape before.
     """
     if not tensors:
         return []
-    elastic = bool(int(os.environ.get("HOROVOD_ELASTIC", 0)))
+    elastic = is_elastic()
     if not elastic and not (settings.process_set.included() and settings.process_set.size() > 1):
         return list(gradients)
     if not tf.executing_eagerly():
         refuse_xla()
+    settings = dataclasses.replace(settings, levels=levels_of(settings))
+    if not tf.executing_eagerly():
         return _Builder(settings, tensors, elastic).build(gradients, loss_scale)
     return _traced(settings, tensors, gradients, loss_scale, elastic)(*gradients, loss_scale)
 
@@ -175,7 +181,7 @@ class _Builder:
         shapes = [tf.shape(gradients[unit.positions[0]]) for unit in self._units if unit.travel is Travel.BY_SIZE]
 
         def begin(_: np.ndarray, loss_scale: np.ndarray, *shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            plan.begin_step(float(loss_scale))
+            plan.begin_step(float(loss_scale), shapes)
             statement, compressed = plan.of_step(shapes)
             return statement.addends if adds else np.frombuffer(statement.digest, np.uint8).copy(), compressed
 
@@ -193,7 +199,7 @@ class _Builder:
     def _gathered(self, digest: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """What all ranks state, and whether it is the same."""
         process_set = self._settings.process_set
-        digests = hvd.allgather(digest, name=collective_name("HorovodAllgather", "agreement"), ignore_name_scope=True,
+        digests = hvd.allgather(digest, name=meeting_name("HorovodAllgather", "agreement"), ignore_name_scope=True,
                                 process_set=process_set)
         return digests, tf.numpy_function(
             lambda digests, mine: digests.tobytes() == mine.tobytes() * process_set.size(),
@@ -201,7 +207,7 @@ class _Builder:
 
     def _added_up(self, addends: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """The same by an allreduce, in which a rank that has joined (``hvd.join``) states nothing."""
-        total = hvd.allreduce(addends, op=hvd.Sum, name=collective_name("HorovodAllreduce", "agreement"),
+        total = hvd.allreduce(addends, op=hvd.Sum, name=meeting_name("HorovodAllreduce", "agreement"),
                               ignore_name_scope=True, process_set=self._settings.process_set)
         return total, tf.numpy_function(are_equal, [total, addends], tf.bool, stateful=False)
 
@@ -210,7 +216,7 @@ class _Builder:
             lambda stated, *shapes: np.frombuffer(self._plan.of_step(shapes)[0].to_json(), np.uint8).copy(),
             [stated, *shapes], tf.uint8, stateful=False)
         line.set_shape([None])
-        lines = hvd.allgather(line, name=collective_name("HorovodAllgather", "agreement.details"),
+        lines = hvd.allgather(line, name=meeting_name("HorovodAllgather", "agreement.details"),
                               ignore_name_scope=True, process_set=self._settings.process_set)
 
         def fail(lines: np.ndarray) -> np.ndarray:
@@ -241,9 +247,10 @@ class _Builder:
     def _compressed(self, loads: Sequence[Load], gradients: Sequence[Any], agreed: tf.Tensor) -> dict[int, tf.Tensor]:
         """The reduced gradients by position."""
         reduced: dict[int, tf.Tensor] = {}
+        kind = OneLevel if self._settings.levels is None else TwoLevel
         for load in loads:
-            transfer = Transfer(self._settings, [self._tensors[position] for position in load.positions], load.buckets,
-                                self._elastic)
+            transfer = kind(self._settings, [self._tensors[position] for position in load.positions], load.buckets,
+                            self._elastic)
             reduced.update(zip(load.positions,
                                transfer.build([gradients[position] for position in load.positions], agreed)))
         return reduced
@@ -277,18 +284,17 @@ class _Builder:
     def _observe(self, tensor: Tensor, summed: tf.Tensor) -> tf.Tensor:
         """Done when levels have learnt from an uncompressed exchange."""
         assert tensor.residuals is not None
-        codec, settings = tensor.residuals.codec(self._settings.config), self._settings
+        shares, settings = self._settings.shares(tensor.residuals), self._settings
 
-        def observe(flat: np.ndarray, shape: np.ndarray) -> np.ndarray:
-            known, ranks = tuple(shape.tolist()), settings.process_set.size()
-            if codec.compresses(flat.size):
-                codec.observe(tensor.name, known, flat, ranks, settings.reduction.scale(ranks))
+        def observe(flat: np.ndarray) -> np.ndarray:
+            if settings.config.compresses(flat.size):
+                shares.observe(tensor.name, flat, settings.exchanging.size(), settings.scale)
             return np.zeros((), np.int32)
 
         with tf.device("/cpu:0"):
             flat = tf.reshape(tf.cast(summed, tf.float32), [-1])
             # Declared stateful, as TensorFlow would drop a function whose result nobody needs.
-            return tf.numpy_function(observe, [flat, tf.shape(summed)], tf.int32)
+            return tf.numpy_function(observe, [flat], tf.int32)
 
     def _sparse(self, tensor: Tensor, slices: tf.IndexedSlices, agreed: tf.Tensor) -> tf.IndexedSlices:
         """As Horovod reduces ``tf.IndexedSlices``: the slices of all ranks, one after the other."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
@@ -25,12 +26,25 @@ def collective_name(kind: str, label: str) -> str:
     built. The part before names the kind of operation, by which ``hvd.elastic.run`` recognizes a failed collective in
     an error message (Horovod 0.28.1). The slash at the end tells TensorFlow to add no scope and no number.
     """
-    graph = _outermost(tf.compat.v1.get_default_graph())
-    taken = _state(graph, "_twobit_names", set)
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", re.sub(r":0(?=$|_|\.)", "", label).replace("/", "."))
-    name = unique(f"twobit.{plain}", taken)
-    taken.add(name)
-    return f"{kind}/{name}/"
+    return f"{kind}/{_unique(f'twobit.{plain}')}/"
+
+
+def meeting_name(kind: str, label: str) -> str:
+    """As ``collective_name``, but the same for all exchanges, of which none is under way together with another.
+
+    Ranks of which each is in another exchange meet here, and are told so. In graphs of ``tf.compat.v1`` exchanges are
+    in no order, and have names of their own.
+    """
+    return f"{kind}/{_unique(label)}/twobit.{label}/" if _keeps_order() else collective_name(kind, label)
+
+
+def _unique(name: str) -> str:
+    """``name``, or with a number behind it, as no other one of the outermost graph that is being built."""
+    taken = _state(_outermost(tf.compat.v1.get_default_graph()), "_twobit_names", set)
+    found = unique(name, taken)
+    taken.add(found)
+    return found
 
 
 def held_until(agreed: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
@@ -43,6 +57,14 @@ def held_until(agreed: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     held = tf.reshape(tensor, tf.shape(tensor) + agreed)
     held.set_shape(tensor.shape)
     return held
+
+
+def run_now(build: Callable[[], tf.Tensor]) -> np.ndarray:
+    """What ``build`` makes of nothing, in a graph of its own that is run at once; also while another one is built."""
+    with tf.Graph().as_default(), tf.device("/cpu:0"):
+        wanted = build()
+        with tf.compat.v1.Session(config=tf.compat.v1.ConfigProto(device_count={"GPU": 0})) as session:
+            return session.run(wanted)
 
 
 def exchanges_before() -> tf.Tensor:

@@ -31,7 +31,7 @@ from ..errors import ConfigError, UnsupportedOperationError
 from ..horovod_form import Expected, arguments, check_form, replace
 from ..reduction import Reduction, refuse_op, refuse_reducescatter
 from ..residuals import ResidualRegistry
-from . import elastic
+from . import elastic, hierarchy
 from .allreduce import follow_after
 from .compressor import TwoBit
 from .exchange import exchange
@@ -227,6 +227,7 @@ def _make_allreduce_grads_fn(original: Any, *args: Any, **kwargs: Any) -> Any:
     reduction = Reduction.of(hvd, given["op"], given["gradient_predivide_factor"])
     settings = Settings(compression.config, reduction, given["process_set"], given["device_dense"],
                         given["device_sparse"])
+    hierarchy.check(settings)
     kind = _OfTape if given["name"] == _TAPE else _OfOptimizer
     return kind(settings, given["sparse_as_dense"], given["groups"])
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -24,8 +24,10 @@ from horovod.common.util import split_list
 from ..agreement import Exchanged, Statement
 from ..buckets import Bucket
 from ..config import TwoBitConfig
+from ..machines import Levels
 from ..reduction import Reduction, refuse_dtype
-from ..transports import Planned, plan_buckets, transport_of
+from ..sharding import ShardedResiduals
+from ..transports import Planned, plan_buckets, restricted, transport_of
 from .variables import VariableResiduals, unique
 
 _ELASTIC_RANKS = 128
@@ -38,7 +40,7 @@ tensors are not tiny: it serves nearly 8 times as many ranks. Among so many, ``"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the user chose, apart from the variables.
+    """What the user chose, apart from the variables, and what follows from it in this job.
 
     Attributes:
         config: checked parameters of the compression.
@@ -46,6 +48,7 @@ class Settings:
         process_set: the ranks that exchange.
         device_dense: Horovod's ``device_dense``, for what travels uncompressed.
         device_sparse: Horovod's ``device_sparse``.
+        levels: the process sets of an exchange of two levels; None where there is one.
     """
 
     config: TwoBitConfig
@@ -53,6 +56,33 @@ class Settings:
     process_set: hvd.ProcessSet
     device_dense: str
     device_sparse: str
+    levels: Levels | None = None
+
+    @property
+    def ranks_per_machine(self) -> int:
+        """Ranks that divide a bucket before its exchange; 1 where there is one level."""
+        return 1 if self.levels is None else self.levels.machines.local_size
+
+    @property
+    def exchanging(self) -> hvd.ProcessSet:
+        """The ranks whose codes are added up; of two levels, those of equal number on all machines."""
+        return self.process_set if self.levels is None else self.levels.across
+
+    @property
+    def scale(self) -> float:
+        """The factor of that sum."""
+        return self.reduction.scale(self.exchanging.size())  # Read anew: an elastic job changes the number of ranks.
+
+    def shares(self, residuals: VariableResiduals) -> ShardedResiduals:
+        """What this rank keeps of the variables."""
+        return residuals.shares(self.config, self.reduction.averages,
+                                0 if self.levels is None else self.levels.within.rank(), self.ranks_per_machine)
+
+    def planned(self, bucket: Bucket) -> Planned:
+        """How a bucket travels in this step."""
+        ranks = self.exchanging.size()
+        return Planned(bucket, transport_of(self.config, bucket.elements, ranks, self.ranks_per_machine), ranks,
+                       self.ranks_per_machine)
 
 
 class Travel(enum.Enum):
@@ -136,21 +166,26 @@ class Plan:
 
     Attributes:
         steady: the loads of all units of the kind ``COMPRESSED``, where none is in its uncompressed steps any more.
+
+    Raises:
+        ResidualError: a variable had another shape before.
     """
 
     def __init__(self, settings: Settings, tensors: Sequence[Tensor], units: Sequence[Unit], elastic: bool) -> None:
-        self._config = settings.config
-        self._process_set = settings.process_set
+        self._settings = settings
         self._tensors = tensors
         self._units = units
         self._most_ranks = _ELASTIC_RANKS if elastic else settings.process_set.size()
+        self._homes = list(dict.fromkeys(tensor.residuals for tensor in tensors if tensor.residuals is not None))
+        self._position_of = {tensor.label: position for position, tensor in enumerate(tensors)}
+        self._buckets = self._planned()
+        self._include(self._buckets)
         self.steady = self._loads(position for unit in units if unit.travel is Travel.COMPRESSED
                                   for position in unit.positions)
         self._loads_of: dict[Unit, list[Load]] = {}
         self._first_of: dict[int, str] = {}
         for tensor in tensors:
             self._first_of.setdefault(tensor.group, tensor.label)
-        self._homes = list(dict.fromkeys(tensor.residuals for tensor in tensors if tensor.residuals is not None))
         self._last: tuple[Any, tuple[Statement, np.ndarray]] | None = None
 
     def loads_of(self, unit: Unit) -> list[Load]:
@@ -160,30 +195,67 @@ class Plan:
                                     else self._loads(unit.positions))
         return self._loads_of[unit]
 
+    def _planned(self) -> list[Planned]:
+        """The buckets of all gradients that may be compressed and whose size is known, by labels.
+
+        Backward computes the last gradient first, so buckets are filled from there.
+        """
+        homes: dict[VariableResiduals | None, list[Tensor]] = {}
+        for tensor in reversed(self._tensors):
+            if tensor.travel is Travel.COMPRESSED:
+                homes.setdefault(tensor.residuals, []).append(tensor)
+        return [planned for members in homes.values()
+                for planned in plan_buckets(self._settings.config, [(tensor.label, tensor.shape or ())
+                                                                    for tensor in members],
+                                            self._most_ranks, self._settings.ranks_per_machine)]
+
     def _loads(self, positions: Iterable[int]) -> list[Load]:
-        """Backward computes the last gradient first, so buckets are filled from there."""
-        homes: dict[VariableResiduals | None, list[int]] = {}
-        for position in sorted(positions, reverse=True):
-            homes.setdefault(self._tensors[position].residuals, []).append(position)
+        """Those of some gradients, whose buckets are cut as where all are compressed."""
+        labels = {self._tensors[position].label for position in positions}
         loads: list[Load] = []
-        for members in homes.values():
-            position_of = {self._tensors[position].label: position for position in members}
-            for planned in plan_buckets(self._config, [(label, self._tensors[position].shape or ())
-                                                       for label, position in position_of.items()], self._most_ranks):
-                parts = planned.bucket.parts
-                if parts[0].start:
-                    loads[-1] = Load(loads[-1].positions, (*loads[-1].buckets, planned.bucket))
-                else:
-                    loads.append(Load(tuple(position_of[part.name] for part in parts), (planned.bucket,)))
+        for planned in restricted(self._buckets, labels.__contains__):
+            parts = planned.bucket.parts
+            if parts[0].start:
+                loads[-1] = Load(loads[-1].positions, (*loads[-1].buckets, planned.bucket))
+            else:
+                loads.append(Load(tuple(self._position_of[part.name] for part in parts), (planned.bucket,)))
         return loads
 
-    def begin_step(self, loss_scale: float) -> None:
-        """The steps before count; residuals follow the loss scale, unless it is 0: then nothing is known of one."""
+    def _include(self, buckets: Iterable[Planned]) -> None:
+        """Have shares determined of what lies in buckets, unless they are already."""
+        found = [planned.bucket for planned in buckets]
+        shapes = {part.name: part.shape for bucket in found for part in bucket.parts}
+        for home in self._homes:
+            names = {tensor.label: tensor.name for tensor in self._tensors
+                     if tensor.residuals is home and tensor.label in shapes}
+            self._settings.shares(home).include(
+                {name: shapes[label] for label, name in names.items()},
+                [named(bucket, names) for bucket in found if bucket.parts[0].name in names],
+                {name: home.key(name, label) for label, name in names.items()})
+
+    def begin_step(self, loss_scale: float, shapes: Sequence[np.ndarray]) -> None:
+        """The steps before count; residuals follow the loss scale, unless it is 0: then nothing is known of one.
+
+        Args:
+            loss_scale: by what gradients are multiplied.
+            shapes: of the units of the kind ``BY_SIZE``, in their order.
+
+        Raises:
+            ResidualError: a variable had another shape before.
+        """
         for home in self._homes:
             home.residuals.begin_step()
+            self._settings.shares(home).settle()
             if loss_scale:
                 home.residuals.can_undo = True
                 home.residuals.follow_loss_scale(loss_scale)
+        for unit, shape in zip((unit for unit in self._units if unit.travel is Travel.BY_SIZE), shapes):
+            tensor = self._tensors[unit.positions[0]]
+            known = tuple(shape.tolist())
+            if self._compresses(tensor, known):
+                self._include([self._settings.planned(Bucket.of(tensor.label, known))])
+        for home in self._homes:
+            self._settings.shares(home).adopt()
 
     def undo_step(self) -> None:
         """The gradients of this step will not be used."""
@@ -199,17 +271,18 @@ class Plan:
         remaining = iter(shapes)
         known = [tuple(next(remaining).tolist()) if unit.travel is Travel.BY_SIZE else None for unit in self._units]
         compressed = [self._is_compressed(unit, shape) for unit, shape in zip(self._units, known)]
-        ranks = self._process_set.size()
+        settings = self._settings
+        ranks = settings.process_set.size()
         key = (known, compressed, ranks)
         if self._last is None or self._last[0] != key:
             exchanged = [one for unit, shape, yes in zip(self._units, known, compressed)
                          for one in self._exchanged(unit, shape, yes)]
-            buckets = [Planned(bucket, transport_of(self._config, bucket.elements, ranks), ranks)
-                       for bucket in self._buckets(known, compressed)]
-            self._last = key, (Statement.of(self._config, exchanged, buckets, ranks), np.array(compressed))
+            buckets = [settings.planned(bucket) for bucket in self._chosen(known, compressed)]
+            self._last = key, (Statement.of(settings.config, exchanged, buckets, ranks, settings.ranks_per_machine),
+                               np.array(compressed))
         return self._last[1]
 
-    def _buckets(self, known: Sequence[tuple[int, ...] | None], compressed: Sequence[bool]) -> Iterator[Bucket]:
+    def _chosen(self, known: Sequence[tuple[int, ...] | None], compressed: Sequence[bool]) -> Iterator[Bucket]:
         """The buckets of a step in which these units are compressed, as the graph chooses them."""
         steady = all(yes for unit, yes in zip(self._units, compressed) if unit.travel is Travel.COMPRESSED)
         for unit, shape, yes in zip(self._units, known, compressed):
@@ -224,18 +297,17 @@ class Plan:
     def _is_compressed(self, unit: Unit, shape: tuple[int, ...] | None) -> bool:
         """Whether all tensors of a unit are ready; ``shape`` is given where it is known in the step only."""
         if unit.travel is Travel.COMPRESSED:
-            return all(self._ready(self._tensors[position], self._tensors[position].shape)
-                       for position in unit.positions)
+            return all(self._ready(self._tensors[position]) for position in unit.positions)
         return unit.travel is Travel.BY_SIZE and self._compresses(
-            self._tensors[unit.positions[0]], shape) and self._ready(self._tensors[unit.positions[0]], shape)
+            self._tensors[unit.positions[0]], shape) and self._ready(self._tensors[unit.positions[0]])
 
-    def _ready(self, tensor: Tensor, shape: tuple[int, ...] | None) -> bool:
-        assert tensor.residuals is not None and shape is not None
-        return tensor.residuals.codec(self._config).ready(tensor.name, shape)
+    def _ready(self, tensor: Tensor) -> bool:
+        assert tensor.residuals is not None
+        return self._settings.shares(tensor.residuals).ready(tensor.name)
 
     def _compresses(self, tensor: Tensor, shape: tuple[int, ...] | None) -> bool:
         assert tensor.residuals is not None and shape is not None
-        return tensor.residuals.codec(self._config).compresses(int(np.prod(shape, dtype=np.int64)))
+        return self._settings.config.compresses(int(np.prod(shape, dtype=np.int64)))
 
     def _exchanged(self, unit: Unit, shape: tuple[int, ...] | None, compressed: bool) -> list[Exchanged]:
         stated = []
@@ -247,6 +319,11 @@ class Plan:
                 unit.travel is Travel.BY_SIZE and self._compresses(tensor, shape))
             stated.append(Exchanged(tensor.label, elements, compressible, compressed, self._first_of[tensor.group]))
         return stated
+
+
+def named(bucket: Bucket, names: Mapping[str, str]) -> Bucket:
+    """A bucket whose parts bear other names."""
+    return Bucket(tuple(dataclasses.replace(part, name=names[part.name]) for part in bucket.parts))
 
 
 def describe(config: TwoBitConfig, gradient: Any, variable: Any, label: str, residuals: VariableResiduals | None,

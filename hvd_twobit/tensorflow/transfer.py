@@ -2,7 +2,8 @@
 
 For each bucket: ``numpy_function`` (encode) -> allgather, or -> allreduce; or, by ``sra``, ``numpy_function`` (encode)
 -> alltoall -> ``numpy_function`` (sum) -> allgather. Then one ``numpy_function`` (decode) for all that came back, with
-an output per gradient: a gradient that was cut into several buckets is put together there.
+an output per gradient: a gradient that was cut into several buckets is put together there. ``hierarchy`` has the same
+for exchanges of two levels, in which these buckets hold shares.
 
 Only ``encode`` is declared stateful, as it changes residuals: TensorFlow runs stateful functions one after the other,
 and so would wait for a bucket's collectives before it encoded the next. The others are given inputs that are known in
@@ -17,29 +18,159 @@ which copies nothing, where they meet their collective.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from .. import errors
 from ..buckets import Bucket
-from ..codec import BucketLayout
+from ..codec import BucketLayout, Contents
 from ..tallies import TallyLayout
-from ..transports import transport_of
 from .buffers import aligned_empty, aligned_zeros
 from .graphs import collective_name, held_until
-from .plan import Settings, Tensor
+from .plan import Settings, Tensor, named
+from .variables import VariableResiduals
 
-_KIND = "HorovodAllgather"
+GATHER = "HorovodAllgather"
 """What alltoalls are called too: ``hvd.elastic.run`` of Horovod 0.28.1 takes an alltoall that failed for a mistake."""
+
+Shapes = Sequence[np.ndarray]
+"""Of the gradients whose shapes are known in the step only: of one, where it is exchanged alone, or of none."""
+
+
+class CodedBucket:
+    """A bucket that travels as codes.
+
+    Args:
+        settings: the user's choices.
+        residuals: of what the bucket holds.
+        label: what the bucket's collectives are named after; the same on every rank.
+        transport: how it travels, where that is known before the step; else ``"auto"``.
+        bucket: what it holds in a step with such shapes.
+        transport_in_step: how it travels in that step.
+    """
+
+    def __init__(self, settings: Settings, residuals: VariableResiduals, label: str, transport: str,
+                 bucket: Callable[[Shapes], Bucket], transport_in_step: Callable[[Shapes], str]) -> None:
+        self._process_set = settings.exchanging
+        self._codec = residuals.codec(settings.config)
+        self._lock = residuals.lock
+        self._label = label
+        self._transport = transport
+        self._bucket = bucket
+        self._transport_in_step = transport_in_step
+        self._last_layout: tuple[Any, BucketLayout] | None = None
+        self._last_tallies: TallyLayout | None = None
+
+    def encode(self, gradients: Iterable[tuple[str, np.ndarray]], shapes: Shapes) -> tuple[np.ndarray, np.ndarray]:
+        """The payloads of all chunks and how many bytes each of these has, or integers and nothing.
+
+        Args:
+            gradients: name and float32[elements] of every tensor of the bucket.
+            shapes: see ``Shapes``.
+        """
+        # Read anew at every step: an elastic job changes the number of ranks.
+        transport = self._transport_in_step(shapes)
+        layout = self._layout(self._process_set.size() if transport == "sra" else 1, shapes)
+        payloads = aligned_zeros(layout.nbytes)  # New in each step: Horovod may still be reading the one before.
+        with self._lock:
+            for name, gradient in gradients:
+                self._codec.encode(layout, payloads, name, gradient)
+            self._codec.seal(layout, payloads)
+        if transport == "allreduce":
+            return self._integers(layout, payloads), np.empty(0, np.int32)
+        return payloads, np.array(layout.chunk_nbytes, np.int32)
+
+    def _integers(self, layout: BucketLayout, payloads: np.ndarray) -> np.ndarray:
+        """A sealed payload as integers that can be added, uint8."""
+        tallies = self._tallies(layout)
+        integers = aligned_empty(4 * tallies.size)
+        self._codec.tally(layout, payloads, self._process_set.rank(), tallies, integers.view(np.uint32))
+        return integers
+
+    def carried(self, payloads: tf.Tensor, splits: tf.Tensor, shapes: Sequence[tf.Tensor],
+                agreed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What all ranks sent, or the sums of it, uint8; and why this rank could not sum, see ``told``.
+
+        Payloads are held until ranks have agreed right before the collective: of two reshapes TensorFlow drops the
+        first.
+        """
+        def by_allgather() -> tuple[tf.Tensor, tf.Tensor]:
+            return hvd.allgather(held_until(agreed, payloads), name=collective_name(GATHER, self._label),
+                                 ignore_name_scope=True, process_set=self._process_set), _nothing()
+
+        def by_allreduce() -> tuple[tf.Tensor, tf.Tensor]:
+            integers = tf.bitcast(tf.reshape(payloads, [-1, 4]), tf.int32)
+            added = hvd.allreduce(held_until(agreed, integers), op=hvd.Sum, ignore_name_scope=True,
+                                  name=collective_name("HorovodAllreduce", self._label),
+                                  process_set=self._process_set)
+            return tf.reshape(tf.bitcast(added, tf.uint8), [-1]), _nothing()
+
+        def by_sra() -> tuple[tf.Tensor, tf.Tensor]:
+            received, _ = hvd.alltoall(held_until(agreed, payloads), splits, ignore_name_scope=True,
+                                       name=collective_name(GATHER, self._label), process_set=self._process_set)
+            sums, failure = tf.numpy_function(self._sum, [received, splits, *shapes], [tf.uint8, tf.uint8],
+                                              stateful=False)
+            sums.set_shape([None])
+            failure.set_shape([None])
+            return hvd.allgather(sums, name=collective_name(GATHER, f"sums.{self._label}"), ignore_name_scope=True,
+                                 process_set=self._process_set), failure
+
+        if self._transport == "auto":
+            return tf.switch_case(tf.minimum(tf.size(splits), 2), [by_allreduce, by_allgather, by_sra])
+        return {"allgather": by_allgather, "sra": by_sra, "allreduce": by_allreduce}[self._transport]()
+
+    def _sum(self, received: np.ndarray, splits: np.ndarray, *shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The sums of this rank's chunk; or nothing, which is an error on all ranks, and why."""
+        try:
+            return self._codec.sum(self._layout(splits.size, shapes), self._process_set.rank(), received,
+                                   splits.size), told()
+        except errors.TwoBitError as error:
+            return np.empty(0, np.uint8), told(error)
+
+    def receive(self, arrived: np.ndarray, payloads: int, failure: np.ndarray, shapes: Shapes) -> Contents:
+        """What came back, checked.
+
+        Args:
+            arrived: what ``carried`` returned,
+            payloads: in how many payloads this rank's bucket was sent, or 0 for integers,
+            failure: as ``carried`` returned it.
+            shapes: see ``Shapes``.
+
+        Raises:
+            PayloadError: a rank sent something else than what this rank expects.
+        """
+        raise_told(failure)
+        layout = self._layout(max(1, payloads), shapes)
+        if payloads == 0:
+            return self._codec.receive_tallies(layout, self._tallies(layout), arrived.view(np.uint32))
+        if payloads == 1:
+            return self._codec.receive(layout, arrived, self._process_set.size())
+        return self._codec.receive_sums(layout, arrived)
+
+    def _layout(self, chunks: int, shapes: Shapes) -> BucketLayout:
+        """The layout in so many payloads; the last one is kept, as what it depends on changes seldom."""
+        key = chunks, known(shapes)
+        if self._last_layout is None or self._last_layout[0] != key:
+            self._last_layout = key, self._codec.layout(self._bucket(shapes), chunks)
+        return self._last_layout[1]
+
+    def _tallies(self, layout: BucketLayout) -> TallyLayout:
+        """How a bucket that is one chunk lies in integers; the last one is kept as well."""
+        ranks, last = self._process_set.size(), self._last_tallies
+        if last is None or last.tallies.ranks != ranks or last.layout is not layout.chunks[0].layout:
+            last = self._last_tallies = self._codec.tally_layout(layout, ranks)
+        return last
 
 
 class Transfer:
-    """The exchange of gradients that are decoded at once.
+    """The exchange of gradients that are decoded at once. Subclasses say how.
 
     Args:
         settings: the user's choices.
@@ -53,155 +184,113 @@ class Transfer:
                  elastic: bool) -> None:
         home = tensors[0].residuals
         assert home is not None
-        self._config = settings.config
-        self._process_set = settings.process_set
-        self._reduction = settings.reduction
-        self._lock = home.lock
+        self._settings = settings
+        self._home = home
         self._codec = home.codec(settings.config)
         self._memory = [home.memory(tensor.name) for tensor in tensors]  # Not of this trace: there may be many.
         self._tensors = tensors
         self._by_size = not buckets
-        self._names = [bucket.name for bucket in buckets] or [tensors[0].label]
-        residual_names = {tensor.label: tensor.name for tensor in tensors}
-        self._buckets = [Bucket(tuple(dataclasses.replace(part, name=residual_names[part.name])
-                                      for part in bucket.parts)) for bucket in buckets]
-        self._transports = ([settings.config.transport] * len(self._names) if elastic or self._by_size
-                            else [self._transport_of(bucket) for bucket in self._buckets])
-        self._last_layouts: dict[int, tuple[Any, BucketLayout]] = {}
-        self._last_tallies: dict[int, TallyLayout] = {}
+        self._labels = [bucket.name for bucket in buckets] or [tensors[0].label]
+        self._buckets = [named(bucket, {tensor.label: tensor.name for tensor in tensors}) for bucket in buckets]
+        transports = ([settings.config.transport] * len(self._labels) if elastic or self._by_size
+                      else [settings.planned(bucket).transport for bucket in self._buckets])
+        self._coded = [CodedBucket(settings, home, label, transport, functools.partial(self._of_codes, number),
+                                   functools.partial(self._transport, number))
+                       for number, (label, transport) in enumerate(zip(self._labels, transports))]
 
     def build(self, gradients: Sequence[tf.Tensor], agreed: tf.Tensor) -> list[tf.Tensor]:
         """The reduced gradients, symbolically; collectives wait for ``agreed``."""
         with tf.device("/cpu:0"):
             flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
             shapes = [tf.shape(gradients[0])] if self._by_size else []
-            payloads, splits = self._encoded(flat, shapes)
-            gathered = [self._carried(number, payload, splits[number], shapes, agreed)
-                        for number, payload in enumerate(payloads)]
             return [tf.cast(tf.reshape(out, tf.shape(gradient) if self._by_size else tensor.shape), tensor.dtype)
-                    for tensor, gradient, out in zip(self._tensors, gradients,
-                                                     self._decoded(gathered, splits, shapes))]
+                    for tensor, gradient, out in zip(self._tensors, gradients, self._exchanged(flat, shapes, agreed))]
 
-    def _encoded(self, flat: Sequence[tf.Tensor],
-                 shapes: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Of each bucket, the payloads of all chunks and how many bytes each of these has, or integers and nothing."""
-        payloads: list[tf.Tensor] = []
-        splits: list[tf.Tensor] = []
-        for number in range(len(self._names)):
+    def _bucket(self, number: int, shapes: Shapes) -> Bucket:
+        return Bucket.of(self._tensors[0].name, known(shapes)[0]) if self._by_size else self._buckets[number]
+
+    def _transport(self, number: int, shapes: Shapes) -> str:
+        return self._settings.planned(self._bucket(number, shapes)).transport
+
+    def _outs(self, shapes: Shapes) -> list[np.ndarray]:
+        """Memory for the reduced gradients, flat."""
+        return [memory.empty(math.prod(part.shape))
+                for memory, part in zip(self._memory, self._bucket(0, shapes).parts)]
+
+    # What subclasses do.
+
+    def _of_codes(self, number: int, shapes: Shapes) -> Bucket:
+        """What travels of a bucket as codes."""
+        raise NotImplementedError
+
+    def _exchanged(self, flat: Sequence[tf.Tensor], shapes: Sequence[tf.Tensor], agreed: tf.Tensor) -> list[tf.Tensor]:
+        """The reduced gradients, flat."""
+        raise NotImplementedError
+
+
+class OneLevel(Transfer):
+    """An exchange among all ranks, in which every rank encodes its own gradients."""
+
+    def _of_codes(self, number: int, shapes: Shapes) -> Bucket:
+        return self._bucket(number, shapes)
+
+    def _exchanged(self, flat: Sequence[tf.Tensor], shapes: Sequence[tf.Tensor], agreed: tf.Tensor) -> list[tf.Tensor]:
+        encoded: list[tuple[tf.Tensor, tf.Tensor]] = []
+        for coded in self._coded:
             # In a graph of tf.compat.v1 nothing else keeps the buckets of one gradient in order.
-            with tf.control_dependencies(payloads[-1:]):
-                payload, split = tf.numpy_function(self._encode(number), [*flat, *shapes], [tf.uint8, tf.int32])
-            payload.set_shape([None])
-            split.set_shape([None])
-            payloads.append(payload)
-            splits.append(split)
-        return payloads, splits
+            with tf.control_dependencies([payload for payload, _ in encoded[-1:]]):
+                encoded.append(payloads_of(self._encode(coded), [*flat, *shapes]))
+        carried = [coded.carried(*sent, shapes, agreed) for coded, sent in zip(self._coded, encoded)]
+        return tf.numpy_function(self._decode, [*(arrived for arrived, _ in carried), *(split for _, split in encoded),
+                                                *(failure for _, failure in carried), *shapes],
+                                 [tf.float32] * len(self._tensors), stateful=False)
 
-    def _encode(self, number: int) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
+    def _encode(self, coded: CodedBucket) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
         def encode(*inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            flat, shapes = inputs[:len(self._tensors)], inputs[len(self._tensors):]
-            # Read anew at every step: an elastic job changes the number of ranks.
-            transport = self._transport_of(self._bucket(number, shapes))
-            layout = self._layout(number, self._process_set.size() if transport == "sra" else 1, shapes)
-            payloads = aligned_zeros(layout.nbytes)  # New in each step: Horovod may still be reading the one before.
-            with self._lock:
-                for tensor, gradient in zip(self._tensors, flat):
-                    self._codec.encode(layout, payloads, tensor.name, gradient)
-                self._codec.seal(layout, payloads)
-            if transport == "allreduce":
-                return self._integers(number, layout, payloads), np.empty(0, np.int32)
-            return payloads, np.array(layout.chunk_nbytes, np.int32)
+            count = len(self._tensors)
+            return coded.encode(((tensor.name, gradient) for tensor, gradient in zip(self._tensors, inputs[:count])),
+                                inputs[count:])
 
         return encode
 
-    def _integers(self, number: int, layout: BucketLayout, payloads: np.ndarray) -> np.ndarray:
-        """A sealed payload as integers that can be added, uint8."""
-        tallies = self._tallies(number, layout)
-        integers = aligned_empty(4 * tallies.size)
-        self._codec.tally(layout, payloads, self._process_set.rank(), tallies, integers.view(np.uint32))
-        return integers
+    def _decode(self, *inputs: np.ndarray) -> list[np.ndarray]:
+        count = len(self._coded)
+        shapes = inputs[3 * count:]
+        outs = self._outs(shapes)
+        for coded, arrived, splits, failure in zip(self._coded, inputs, inputs[count:], inputs[2 * count:]):
+            contents = coded.receive(arrived, splits.size, failure, shapes)
+            for tensor, out in zip(self._tensors, outs):
+                self._codec.decode(contents, tensor.name, out, self._settings.scale)
+        return outs
 
-    def _carried(self, number: int, payloads: tf.Tensor, splits: tf.Tensor, shapes: Sequence[tf.Tensor],
-                 agreed: tf.Tensor) -> tf.Tensor:
-        """What all ranks sent of a bucket, or the sums of it; uint8.
 
-        Payloads are held until ranks have agreed right before the collective: of two reshapes TensorFlow drops the
-        first.
-        """
-        label = self._names[number]
+def payloads_of(encode: Callable[..., Any], inputs: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+    """What a function that encodes returns, symbolically."""
+    payloads, splits = tf.numpy_function(encode, inputs, [tf.uint8, tf.int32])
+    payloads.set_shape([None])
+    splits.set_shape([None])
+    return payloads, splits
 
-        def by_allgather() -> tf.Tensor:
-            return hvd.allgather(held_until(agreed, payloads), name=collective_name(_KIND, label),
-                                 ignore_name_scope=True, process_set=self._process_set)
 
-        def by_allreduce() -> tf.Tensor:
-            integers = tf.bitcast(tf.reshape(payloads, [-1, 4]), tf.int32)
-            added = hvd.allreduce(held_until(agreed, integers), op=hvd.Sum, ignore_name_scope=True,
-                                  name=collective_name("HorovodAllreduce", label), process_set=self._process_set)
-            return tf.reshape(tf.bitcast(added, tf.uint8), [-1])
+def known(shapes: Shapes) -> list[tuple[int, ...]]:
+    """Shapes as tuples."""
+    return [tuple(shape.tolist()) for shape in shapes]
 
-        def by_sra() -> tf.Tensor:
-            received, _ = hvd.alltoall(held_until(agreed, payloads), splits, name=collective_name(_KIND, label),
-                                       ignore_name_scope=True, process_set=self._process_set)
-            sums = tf.numpy_function(self._sum(number), [received, splits, *shapes], tf.uint8, stateful=False)
-            sums.set_shape([None])
-            return hvd.allgather(sums, name=collective_name(_KIND, f"sums.{label}"), ignore_name_scope=True,
-                                 process_set=self._process_set)
 
-        if self._transports[number] == "auto":
-            return tf.switch_case(tf.minimum(tf.size(splits), 2), [by_allreduce, by_allgather, by_sra])
-        return {"allgather": by_allgather, "sra": by_sra, "allreduce": by_allreduce}[self._transports[number]]()
+def told(error: errors.TwoBitError | None = None) -> np.ndarray:
+    """An error as uint8, to be raised by a later function of the graph; nothing for None.
 
-    def _sum(self, number: int) -> Callable[..., np.ndarray]:
-        def summed(received: np.ndarray, splits: np.ndarray, *shapes: np.ndarray) -> np.ndarray:
-            layout = self._layout(number, splits.size, shapes)
-            return self._codec.sum(layout, self._process_set.rank(), received, splits.size)
+    What a rank's ``numpy_function`` raises ends that rank's step, while others may wait for what it sends next.
+    """
+    return np.frombuffer(json.dumps([type(error).__name__, str(error)]).encode() if error else b"", np.uint8).copy()
 
-        return summed
 
-    def _decoded(self, gathered: Sequence[tf.Tensor], splits: Sequence[tf.Tensor],
-                 shapes: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The reduced gradients, flat."""
-        count = len(gathered)
+def raise_told(failure: np.ndarray) -> None:
+    """Raise the error that ``told`` was given, if any."""
+    if failure.size:
+        kind, text = json.loads(failure.tobytes())
+        raise getattr(errors, kind)(text)
 
-        def decode(*inputs: np.ndarray) -> list[np.ndarray]:
-            ranks = self._process_set.size()
-            payloads = [split.size for split in inputs[count:2 * count]]
-            layouts = [self._layout(number, max(1, sent), inputs[2 * count:]) for number, sent in enumerate(payloads)]
-            outs = [memory.empty(math.prod(part.shape))
-                    for memory, part in zip(self._memory, layouts[0].bucket.parts)]
-            for number, (layout, sent, arrived) in enumerate(zip(layouts, payloads, inputs)):
-                if sent == 0:
-                    contents = self._codec.receive_tallies(layout, self._tallies(number, layout),
-                                                           arrived.view(np.uint32))
-                else:
-                    contents = (self._codec.receive(layout, arrived, ranks) if sent == 1
-                                else self._codec.receive_sums(layout, arrived))
-                for tensor, out in zip(self._tensors, outs):
-                    self._codec.decode(contents, tensor.name, out, self._reduction.scale(ranks))
-            return outs
 
-        return tf.numpy_function(decode, [*gathered, *splits, *shapes], [tf.float32] * len(self._tensors),
-                                 stateful=False)
-
-    def _transport_of(self, bucket: Bucket) -> str:
-        return transport_of(self._config, bucket.elements, self._process_set.size())
-
-    def _bucket(self, number: int, shapes: Sequence[np.ndarray]) -> Bucket:
-        return Bucket.of(self._tensors[0].name, shapes[0].tolist()) if self._by_size else self._buckets[number]
-
-    def _layout(self, number: int, chunks: int, shapes: Sequence[np.ndarray]) -> BucketLayout:
-        """The layout of a bucket; the last one is kept, as what it depends on changes seldom."""
-        key = chunks, [tuple(shape.tolist()) for shape in shapes]
-        last = self._last_layouts.get(number)
-        if last is None or last[0] != key:
-            last = self._last_layouts[number] = key, self._codec.layout(self._bucket(number, shapes), chunks)
-        return last[1]
-
-    def _tallies(self, number: int, layout: BucketLayout) -> TallyLayout:
-        """How a bucket that is one chunk lies in integers; the last one is kept as well."""
-        ranks = self._process_set.size()
-        last = self._last_tallies.get(number)
-        if last is None or last.tallies.ranks != ranks or last.layout is not layout.chunks[0].layout:
-            last = self._last_tallies[number] = self._codec.tally_layout(layout, ranks)
-        return last
+def _nothing() -> tf.Tensor:
+    return tf.zeros([0], tf.uint8)

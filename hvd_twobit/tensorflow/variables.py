@@ -20,6 +20,7 @@ from .. import joining
 from ..codec import Codec
 from ..config import TwoBitConfig
 from ..residuals import ResidualRegistry
+from ..sharding import ShardedResiduals
 from .buffers import Recycled
 
 
@@ -41,7 +42,9 @@ class VariableResiduals:
         self._holders: dict[str, weakref.ref[Any]] = {}
         self._names: dict[int, str] = {}
         self._codecs: dict[TwoBitConfig, Codec] = {}
-        self._memory: dict[str, Recycled] = {}
+        self._shares: dict[Any, ShardedResiduals] = {}
+        self._keys: dict[str, str] = {}
+        self._memory: dict[tuple[str, str], Recycled] = {}
 
     def name_of(self, variable: tf.Variable) -> str:
         """The name of the variable's residual: the variable's, with ``_1``, ``_2`` … where another one bears it."""
@@ -53,7 +56,6 @@ class VariableResiduals:
         name = unique(variable.name, self._holders)
         self._holders[name] = weakref.ref(variable)
         self._names[id(variable)] = name
-        self._memory[name] = Recycled()
         return name
 
     def __contains__(self, name: object) -> bool:
@@ -67,14 +69,31 @@ class VariableResiduals:
             self._codecs[config] = Codec(config, self.residuals, warns=hvd.rank() == 0)
         return self._codecs[config]
 
-    def memory(self, name: str) -> Recycled:
-        """Where the gradients of a name are decoded."""
-        return self._memory[name]
+    def shares(self, config: TwoBitConfig, averages: bool, rank: int, ranks: int) -> ShardedResiduals:
+        """What this rank keeps of the variables: its share of each, or all; see ``sharding``."""
+        key = config, averages, rank, ranks
+        if key not in self._shares:
+            self._shares[key] = ShardedResiduals(config, self.codec(config), self.residuals, averages)
+            self._shares[key].divide(rank, ranks, {}, ())
+        return self._shares[key]
+
+    def key(self, name: str, label: str) -> str:
+        """The first label under which the variable of a name was exchanged: it is the same on all ranks, and stays."""
+        return self._keys.setdefault(name, label)
+
+    def memory(self, name: str, use: str = "gradient") -> Recycled:
+        """Memory for what belongs to a name: where its gradients are decoded, and other uses."""
+        return self._memory.setdefault((name, use), Recycled())
 
     def _forget_dead(self) -> None:
-        for name in [name for name, holder in self._holders.items() if holder() is None]:
-            del self._holders[name], self._memory[name]
+        dead = {name for name, holder in self._holders.items() if holder() is None}
+        for name in dead:
+            del self._holders[name]
+            self._keys.pop(name, None)
+            for shares in self._shares.values():
+                shares.forget(name)
             self.residuals.discard(name)
+        self._memory = {use: memory for use, memory in self._memory.items() if use[0] not in dead}
         self._names = {identity: name for identity, name in self._names.items() if name in self._holders}
 
 

@@ -25,8 +25,7 @@ from .. import joining
 from ..agreement import Exchanged, Statement, disagreement
 from ..codec import Codec
 from ..config import TwoBitConfig
-from ..errors import UnsupportedOperationError
-from ..machines import Levels
+from ..machines import Levels, asks_for_levels
 from ..reduction import Reduction, refuse_dtype
 from ..residuals import ResidualRegistry
 from ..sharding import ShardedResiduals
@@ -67,11 +66,7 @@ class Exchange:
         self._codec = Codec(config, self.residuals, warns=hvd.rank() == 0)
         self._config = config
         self._process_set = process_set
-        if config.hierarchical is True and process_set.ranks != hvd.global_process_set.ranks:
-            raise UnsupportedOperationError("hierarchical=True exchanges among all ranks, and this optimizer has a "
-                                            f"process set of ranks {process_set.ranks}: leave one of the two out, or "
-                                            "give TwoBit hierarchical=\"auto\"")
-        self._asks_for_levels = bool(config.hierarchical) and process_set.ranks == hvd.global_process_set.ranks
+        self._asks_for_levels = asks_for_levels(config.hierarchical, process_set.ranks, hvd.global_process_set.ranks)
         self.residuals.is_divided = self._asks_for_levels
         self._levels: Levels | None = None
         self._world: tuple[int, int] | None = None

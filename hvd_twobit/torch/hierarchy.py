@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from ..codec import Codec
-from ..errors import UnsupportedOperationError
 from ..hierarchy import FAILED, TwoLevelLayout
-from ..machines import Levels, Machines, Place
+from ..machines import Levels, Place
 from ..transports import Planned
 from .transfer import TRANSFERS, Coded, Transfer
 from .waiting import synchronize
@@ -30,15 +29,8 @@ def find_levels(setting: bool | str, name: str) -> Levels | None:
     """
     line = np.frombuffer(Place.of(hvd).to_json(), np.uint8).copy()
     lines = synchronize(hvd.allgather_async(torch.from_numpy(line), name=name)).numpy().tobytes()
-    try:
-        machines = Machines.of([Place.from_json(one) for one in lines.splitlines()])
-    except UnsupportedOperationError:
-        if setting is True:
-            raise
-        return None
-    if machines.local_size == 1 or (setting is not True and len(machines.ranks) == 1):
-        return None
-    return Levels.of(machines, hvd.rank(), hvd.add_process_set)
+    return Levels.decided(setting, [Place.from_json(one) for one in lines.splitlines()], hvd.rank(),
+                          hvd.add_process_set)
 
 
 class TwoLevel(Transfer):

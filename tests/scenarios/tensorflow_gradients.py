@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_twobit.tensorflow import TwoBit, residuals_of
-from tests.simulation import gradient, simulated, uncompressed, uncompressed_steps
+from tests.simulation import SimulatedMachines, gradient, simulated, uncompressed, uncompressed_steps
 
 STEPS = 20
 LEARNING_RATE = 0.25
@@ -26,6 +26,8 @@ SHAPES = {"wide": (37, 61), "row": (1500,), "tiny": (5,), "scalar": (), "empty":
 KERAS_SHAPES = {"wide": (37, 61), "row": (1500,), "tiny": (5,)}
 EMBEDDING = {"table": (50, 40), "wide": (37, 61), "tiny": (5,)}
 DEFAULT_MIN_ELEMENTS = 1024
+RANKS_PER_MACHINE = 2
+"""As ``tests.jobs`` starts jobs: one machine with two ranks, or two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +168,34 @@ CONFIGURATIONS = {
     "Keras's fit in mixed precision": _keras("fit", loss_scale=8, compression=dict(threshold=0.375)),
     "Keras's fit in mixed precision, legacy": _keras("fit_legacy", loss_scale=8, compression=dict(threshold=0.375)),
 }
+CONFIGURATIONS.update({
+    "two levels": Configuration(compression=dict(hierarchical=True)),
+    "two levels, auto, eagerly": Configuration("tape_eagerly", dict(hierarchical="auto")),
+    "two levels, auto with a process set": Configuration(compression=dict(hierarchical="auto"), subset=True),
+    "two levels, sum with warm-up in groups": Configuration(
+        compression=dict(hierarchical=True, warmup_steps=2, block_elements=256), options=dict(groups=2, op="Sum")),
+    "two levels, fixed thresholds for everything, predivide factor 3": Configuration(
+        compression=dict(hierarchical=True, positive_threshold=0.2, negative_threshold=-0.45, min_elements=0),
+        options=dict(gradient_predivide_factor=3.0)),
+    "two levels, sra in small buckets": Configuration(compression=dict(
+        hierarchical=True, transport="sra", bucket_cap_mb=0.006, block_elements=64, min_elements=0)),
+    "two levels, allreduce, unknown shapes": Configuration(
+        compression=dict(hierarchical=True, transport="allreduce"), unknown_shape="gradient"),
+    "two levels, everything of unknown shape": Configuration(
+        compression=dict(hierarchical=True, min_elements=0), unknown_shape="variable"),
+    # Without the small one before it, the large one is the first in its order: it has to be cut at the same places.
+    "two levels in small buckets, a missing gradient": Configuration(
+        "tape_eagerly", dict(hierarchical=True, bucket_cap_mb=0.006, block_elements=64), missing="row"),
+    "two levels, sparse gradients": Configuration(compression=dict(hierarchical=True), shapes=EMBEDDING,
+                                                  sparse="table"),
+    "two levels, variables of one name in bfloat16 with an overflow": Configuration(
+        compression=dict(hierarchical=True), dtype="bfloat16", one_name=True, overflow=True),
+    "two levels in a session": Configuration("session", dict(hierarchical=True, bucket_cap_mb=0.006)),
+    "Keras's fit on two levels, dynamic loss scale": _keras("fit", dict(hierarchical=True), loss_scale=64, dynamic=True,
+                                                            overflow=True),
+    "Keras's fit on two levels by sra, many steps per execution": _keras(
+        "fit", dict(hierarchical=True, threshold=0.4, transport="sra", bucket_cap_mb=0.006), steps_per_execution=5),
+})
 
 
 def _compressed(configuration: Configuration, name: str) -> bool:
@@ -548,9 +578,13 @@ def _reduced(name: str, size: int) -> tuple[list[dict[str, list[np.ndarray]]], d
     ranks = range(max(1, size // 2) if configuration.subset else size)
     average = configuration.options.get("op", "Average") == "Average"
     factor = configuration.options.get("gradient_predivide_factor", 1.0)
-    scale = 1 / factor * factor / len(ranks) if average else 1.0
-    tensors = {variable: simulated(configuration.compression, ranks, int(np.prod(configuration.shapes[variable])))
+    scale = scale_of_codes = 1 / factor * factor / len(ranks) if average else 1.0
+    exchanging = range(size // RANKS_PER_MACHINE) if _has_levels(configuration, size) else ranks
+    tensors = {variable: simulated(configuration.compression, exchanging, int(np.prod(configuration.shapes[variable])))
                for variable in configuration.shapes if _compressed(configuration, variable) and len(ranks) > 1}
+    if exchanging != ranks:
+        tensors = {variable: SimulatedMachines(tensor, average, scale) for variable, tensor in tensors.items()}
+        scale_of_codes = 1 / factor * factor / len(exchanging) if average else 1.0
     steps = []
     for step in range(STEPS):
         reduced = {}
@@ -559,13 +593,19 @@ def _reduced(name: str, size: int) -> tuple[list[dict[str, list[np.ndarray]]], d
                 continue
             per_rank = [_accumulated(configuration, rank, step, variable) for rank in ranks]
             if variable in tensors:
-                reduced[variable] = [tensors[variable].step(per_rank, scale).reshape(shape)]
+                reduced[variable] = [tensors[variable].step(per_rank, scale_of_codes).reshape(shape)]
             elif variable == configuration.local:
                 reduced[variable] = [value / np.float32(len(ranks)) for value in per_rank]
             else:
                 reduced[variable] = [uncompressed(per_rank, scale)]
         steps.append(reduced)
     return steps, tensors
+
+
+def _has_levels(configuration: Configuration, size: int) -> bool:
+    arguments = configuration.compression
+    setting = arguments.get("hierarchical") if isinstance(arguments, dict) else None
+    return setting is True or (setting == "auto" and size > RANKS_PER_MACHINE and not configuration.subset)
 
 
 def _skipped(configuration: Configuration, step: int) -> bool:
