@@ -18,16 +18,19 @@ from ..errors import ConfigError, UnsupportedOperationError
 from .variables import unique
 
 
-def collective_name(kind: str, label: str) -> str:
-    """A name for Horovod's operation, for ``ignore_name_scope=True``: ``twobit.<label>``, the same on every rank.
+def collective_name(kind: str, label: str, prefix: str = "twobit") -> str:
+    """A name for Horovod's operation, for ``ignore_name_scope=True``: ``<prefix>.<label>``, the same on every rank.
 
     Ranks meet under the part after the last slash. It is unique in the outermost graph, so that two optimizers whose
     variables bear equal names may exchange in one step; it depends on nothing but the order in which that graph is
     built. The part before names the kind of operation, by which ``hvd.elastic.run`` recognizes a failed collective in
     an error message (Horovod 0.28.1). The slash at the end tells TensorFlow to add no scope and no number.
+
+    Collectives that are not part of every rank's graph need a prefix of their own, with a character that no label has
+    here: they must not make others of equal label take another name on some ranks only.
     """
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", re.sub(r":0(?=$|_|\.)", "", label).replace("/", "."))
-    return f"{kind}/{_unique(f'twobit.{plain}')}/"
+    return f"{kind}/{_unique(f'{prefix}.{plain}')}/"
 
 
 def meeting_name(kind: str, label: str) -> str:

@@ -99,6 +99,8 @@ def _constant(values: np.ndarray) -> tf.Tensor:
 class TwoLevel(Transfer):
     """An exchange in which the ranks of a machine divide each bucket, and encode their shares of its gradient."""
 
+    _PREFIX = "twobit-across"  # A rank whose shares of a bucket are empty has no such collective of it.
+
     def __init__(self, settings: Settings, tensors: Sequence[Tensor], buckets: Sequence[Bucket],
                  elastic: bool) -> None:
         super().__init__(settings, tensors, buckets, elastic)

@@ -50,17 +50,19 @@ class CodedBucket:
     Args:
         settings: the user's choices.
         residuals: of what the bucket holds.
+        prefix: see ``collective_name``.
         label: what the bucket's collectives are named after; the same on every rank.
         transport: how it travels, where that is known before the step; else ``"auto"``.
         bucket: what it holds in a step with such shapes.
         transport_in_step: how it travels in that step.
     """
 
-    def __init__(self, settings: Settings, residuals: VariableResiduals, label: str, transport: str,
+    def __init__(self, settings: Settings, residuals: VariableResiduals, prefix: str, label: str, transport: str,
                  bucket: Callable[[Shapes], Bucket], transport_in_step: Callable[[Shapes], str]) -> None:
         self._process_set = settings.exchanging
         self._codec = residuals.codec(settings.config)
         self._lock = residuals.lock
+        self._prefix = prefix
         self._label = label
         self._transport = transport
         self._bucket = bucket
@@ -102,29 +104,31 @@ class CodedBucket:
         first.
         """
         def by_allgather() -> tuple[tf.Tensor, tf.Tensor]:
-            return hvd.allgather(held_until(agreed, payloads), name=collective_name(GATHER, self._label),
-                                 ignore_name_scope=True, process_set=self._process_set), _nothing()
+            return hvd.allgather(held_until(agreed, payloads), name=self._name(GATHER), ignore_name_scope=True,
+                                 process_set=self._process_set), _nothing()
 
         def by_allreduce() -> tuple[tf.Tensor, tf.Tensor]:
             integers = tf.bitcast(tf.reshape(payloads, [-1, 4]), tf.int32)
-            added = hvd.allreduce(held_until(agreed, integers), op=hvd.Sum, ignore_name_scope=True,
-                                  name=collective_name("HorovodAllreduce", self._label),
-                                  process_set=self._process_set)
+            added = hvd.allreduce(held_until(agreed, integers), op=hvd.Sum, name=self._name("HorovodAllreduce"),
+                                  ignore_name_scope=True, process_set=self._process_set)
             return tf.reshape(tf.bitcast(added, tf.uint8), [-1]), _nothing()
 
         def by_sra() -> tuple[tf.Tensor, tf.Tensor]:
-            received, _ = hvd.alltoall(held_until(agreed, payloads), splits, ignore_name_scope=True,
-                                       name=collective_name(GATHER, self._label), process_set=self._process_set)
+            received, _ = hvd.alltoall(held_until(agreed, payloads), splits, name=self._name(GATHER),
+                                       ignore_name_scope=True, process_set=self._process_set)
             sums, failure = tf.numpy_function(self._sum, [received, splits, *shapes], [tf.uint8, tf.uint8],
                                               stateful=False)
             sums.set_shape([None])
             failure.set_shape([None])
-            return hvd.allgather(sums, name=collective_name(GATHER, f"sums.{self._label}"), ignore_name_scope=True,
+            return hvd.allgather(sums, name=self._name(GATHER, "sums."), ignore_name_scope=True,
                                  process_set=self._process_set), failure
 
         if self._transport == "auto":
             return tf.switch_case(tf.minimum(tf.size(splits), 2), [by_allreduce, by_allgather, by_sra])
         return {"allgather": by_allgather, "sra": by_sra, "allreduce": by_allreduce}[self._transport]()
+
+    def _name(self, kind: str, of: str = "") -> str:
+        return collective_name(kind, f"{of}{self._label}", self._prefix)
 
     def _sum(self, received: np.ndarray, splits: np.ndarray, *shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The sums of this rank's chunk; or nothing, which is an error on all ranks, and why."""
@@ -150,9 +154,9 @@ class CodedBucket:
         layout = self._layout(max(1, payloads), shapes)
         if payloads == 0:
             return self._codec.receive_tallies(layout, self._tallies(layout), arrived.view(np.uint32))
-        if payloads == 1:
-            return self._codec.receive(layout, arrived, self._process_set.size())
-        return self._codec.receive_sums(layout, arrived)
+        if payloads > 1 or self._transport == "sra":  # By which one rank alone, of the only machine, sends one.
+            return self._codec.receive_sums(layout, arrived)
+        return self._codec.receive(layout, arrived, self._process_set.size())
 
     def _layout(self, chunks: int, shapes: Shapes) -> BucketLayout:
         """The layout in so many payloads; the last one is kept, as what it depends on changes seldom."""
@@ -180,6 +184,8 @@ class Transfer:
         elastic: whether the number of ranks may change.
     """
 
+    _PREFIX = "twobit"
+
     def __init__(self, settings: Settings, tensors: Sequence[Tensor], buckets: Sequence[Bucket],
                  elastic: bool) -> None:
         home = tensors[0].residuals
@@ -194,8 +200,8 @@ class Transfer:
         self._buckets = [named(bucket, {tensor.label: tensor.name for tensor in tensors}) for bucket in buckets]
         transports = ([settings.config.transport] * len(self._labels) if elastic or self._by_size
                       else [settings.planned(bucket).transport for bucket in self._buckets])
-        self._coded = [CodedBucket(settings, home, label, transport, functools.partial(self._of_codes, number),
-                                   functools.partial(self._transport, number))
+        self._coded = [CodedBucket(settings, home, self._PREFIX, label, transport,
+                                   functools.partial(self._of_codes, number), functools.partial(self._transport, number))
                        for number, (label, transport) in enumerate(zip(self._labels, transports))]
 
     def build(self, gradients: Sequence[tf.Tensor], agreed: tf.Tensor) -> list[tf.Tensor]:
