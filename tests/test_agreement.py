@@ -49,6 +49,17 @@ def test_whatever_changes_a_collective_changes_the_digest() -> None:
     assert len({other.digest for other in [BASE, *others]}) == 12
 
 
+def test_ranks_that_ask_how_they_share_machines_have_to_ask_for_the_same() -> None:
+    def asking(hierarchical: bool | str, ranks_per_machine: int = 0) -> Statement:
+        config = TwoBitConfig.from_arguments(hierarchical=hierarchical)
+        return Statement.of(config, (), (), 2, ranks_per_machine)
+
+    assert asking(True).digest != asking("auto").digest, "of one machine only the first makes process sets"
+    assert asking(True, 2).digest == asking("auto", 2).digest
+    assert asking(True).digest != asking(False, 1).digest
+    assert told(asking(True), asking("auto")).startswith("hierarchical is True on rank 0, which finds 0 ranks")
+
+
 def told(*statements: Statement) -> str:
     return difference(b"".join(statement.to_json() for statement in statements))
 

@@ -46,6 +46,14 @@ def test_every_element_is_in_one_bucket_in_the_order_of_tensors(elements: list[i
     assert len({bucket.name for bucket in buckets}) == len(buckets)
 
 
+@given(sizes, st.integers(1, 3000), blocks)
+def test_where_shares_are_kept_no_tensor_is_cut_otherwise_for_others(elements: list[int], cap: int, block: int) -> None:
+    together = covered([part for bucket in plan(tensors(elements), cap, block, alone=True) for part in bucket.parts])
+    for name, shape in tensors(elements):
+        assert together[name] == covered([part for bucket in plan([(name, shape)], cap, block, alone=True)
+                                          for part in bucket.parts])[name]
+
+
 @given(sizes, st.integers(1, 20), blocks)
 def test_chunks_hold_every_element_once_and_are_cut_between_blocks(elements: list[int], count: int, block: int) -> None:
     bucket = Bucket(tuple(Part(name, shape, 0, shape[0]) for name, shape in tensors(elements)))

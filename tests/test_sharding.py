@@ -113,6 +113,41 @@ def test_shares_learn_the_levels_that_the_whole_tensor_would(ranks: int) -> None
         assert (found[name] == wanted[name]).all()
 
 
+def test_tensors_may_become_known_one_after_the_other_and_end() -> None:
+    saved = observed(4, 4)[3]
+    rank = Rank()
+    rank.residuals.load_state_dict(saved.residuals.state_dict())
+    rank.shares.divide(1, 2, {}, [])
+    for name in ("row", "wide"):
+        rank.shares.include({name: SHAPES[name]}, [Bucket.of(name, SHAPES[name])])
+        rank.shares.adopt()
+    whole = rank.whole(2)
+    for name in ("row", "wide"):
+        assert (whole[name] == saved.whole(4)[name]).all(), "whatever the number of ranks was when it was saved"
+    before = rank.residuals.names()
+    rank.shares.adopt()
+    assert rank.residuals.names() == before
+    rank.shares.forget("row")
+    rank.shares.adopt()
+    assert not any(entry.startswith("row[") for entry in rank.residuals.names())
+
+
+def test_the_same_tensors_may_be_divided_with_other_parameters_in_turn() -> None:
+    rank = observed(2, 2)[1]
+    other = ShardedResiduals(rank.config, Codec(rank.config, rank.residuals), rank.residuals, True)
+    parts = [Part("wide", SHAPES["wide"], *bounds) for bounds in ((0, 1024), (1024, 70 * 61))]
+    other.divide(1, 2, {"wide": SHAPES["wide"]}, [Bucket((part,)) for part in parts])
+    held = rank.whole(2)["wide"]
+    for shares in (other, rank.shares, other):
+        shares.adopt()
+        assert (rank.whole(2)["wide"] == held).all()
+
+
+def test_a_share_goes_by_a_key_where_names_differ_between_ranks() -> None:
+    named = [shares_of(Part(f"kernel_of_rank_{rank}", (64,), 0, 64), 4, BLOCK, "grad_0") for rank in (0, 1)]
+    assert [share.elements for share in named[0]] == [share.elements for share in named[1]]
+
+
 def test_an_element_that_is_not_finite_counts_for_no_share() -> None:
     rank = Rank()
     rank.divide(0, 2)

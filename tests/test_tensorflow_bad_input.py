@@ -25,6 +25,10 @@ BIAS = DISAGREE + (r"tensor '(bias|dense/bias):0' \(40 elements\) is compressed 
 JIT_COMPILE = "UnsupportedOperationError: jit_compile=True compiles the training step with XLA, and Horovod's"
 KERAS_3 = (r"UnsupportedOperationError: {} is an optimizer of Keras 3\.[\d.]+, .* every rank would train on its own\. "
            r"Set TF_USE_LEGACY_KERAS=1 .* or use TensorFlow 2\.15")
+HIERARCHICAL = (DISAGREE + r"hierarchical is {} on rank 0, which finds {} ranks? per machine, and {} on rank 1, which "
+                r"finds {} \(0: not asked yet\): give TwoBit the same on every rank")
+DAMAGED = (r"PayloadError: tensors? 'b:0.*: (the payload of rank 0 begins with|rank 1 of this machine's 2 could not "
+           "exchange its share)")
 MESSAGES = {
     "adasum": UNSUPPORTED.format("Adasum"),
     "adasum_optimizer": UNSUPPORTED.format("Adasum"),
@@ -63,6 +67,21 @@ MESSAGES = {
     "another_size_of_unknown_shape": DISAGREE + r"tensor 'a:0' has 10 elements on rank 0 and 11 on rank 1",
     "another_version_of_payload": r"PayloadError: tensor 'a:0': the payload of rank \d has version \d",
     "another_shape_under_a_known_name": r"ResidualError: tensor 'a:0' has shape \(11,\), but its residual was kept",
+    "hierarchical_on_rank_0": HIERARCHICAL.format(True, 0, False, 1),
+    "hierarchical_on_rank_1_in_a_function": HIERARCHICAL.format(False, 1, True, 0),
+    "hierarchical_on_rank_1_by_allreduce": HIERARCHICAL.format(False, 1, True, 0),
+    "hierarchical_auto_on_rank_1": HIERARCHICAL.format(True, 0, "'auto'", 0),
+    "hierarchical_on_rank_0_after_an_exchange": HIERARCHICAL.format(True, 2, False, 1),
+    "hierarchical_within_a_process_set": r"UnsupportedOperationError: hierarchical=True exchanges among all ranks, and "
+                                         r"this optimizer has a process set of ranks \[0\]: leave one of the two out",
+    "hierarchical_in_an_elastic_job": "UnsupportedOperationError: hierarchical=True cannot be used with TensorFlow in "
+                                      'an elastic job: .* give TwoBit hierarchical="auto"',
+    "hierarchical_without_process_sets": r"^ConfigError: hierarchical=True needs a process set of the ranks \[0\], "
+                                         "which Horovod does not have: initialize it with",
+    "hierarchical_after_process_sets_were_removed": "no error",
+    "another_shape_under_a_known_name_on_two_levels": r"ResidualError: tensor 'a:0' has shape \(11,\), but its resid",
+    "a_share_that_arrives_damaged": DAMAGED,
+    "a_share_that_arrives_damaged_and_cannot_be_summed": DAMAGED,
 }
 
 IN_A_GRAPH = {"another_min_elements": "DisagreementError", "another_min_elements_in_fit": "DisagreementError",

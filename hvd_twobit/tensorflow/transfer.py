@@ -201,7 +201,8 @@ class Transfer:
         transports = ([settings.config.transport] * len(self._labels) if elastic or self._by_size
                       else [settings.planned(bucket).transport for bucket in self._buckets])
         self._coded = [CodedBucket(settings, home, self._PREFIX, label, transport,
-                                   functools.partial(self._of_codes, number), functools.partial(self._transport, number))
+                                   functools.partial(self._of_codes, number),
+                                   functools.partial(self._transport, number))
                        for number, (label, transport) in enumerate(zip(self._labels, transports))]
 
     def build(self, gradients: Sequence[tf.Tensor], agreed: tf.Tensor) -> list[tf.Tensor]:

@@ -6,6 +6,7 @@ All run in one job. No mistake leaves a collective behind: ranks that disagree a
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,9 @@ import keras
 import tensorflow as tf
 
 from hvd_twobit import payload
-from hvd_twobit.tensorflow import TwoBit, residuals_of
+from hvd_twobit.codec import Codec
+from hvd_twobit.machines import known_process_sets
+from hvd_twobit.tensorflow import TwoBit, hierarchy, residuals_of
 from tests.scenarios import told_by
 
 EVERYTHING = TwoBit(threshold=0.5, min_elements=0)
@@ -117,6 +120,99 @@ def another_shape_under_a_known_name() -> None:
     _gradients({"a": variable})
     variable.assign(tf.zeros(11))
     _gradients({"a": variable})
+
+
+def hierarchical_on_rank_0() -> None:
+    hierarchy._found.clear()
+    _gradients(_variables(a=(30, 40)), TwoBit(hierarchical=hvd.rank() == 0))
+
+
+def hierarchical_on_rank_1_in_a_function() -> None:
+    """It is asked while that function is traced; the other rank begins with an exchange on which they agree."""
+    hierarchy._found.clear()
+    first, second = _variables(a=(30, 40)), _variables(b=(30, 40))
+    tf.function(lambda: [_gradients(first), _gradients(second, TwoBit(hierarchical=bool(hvd.rank())))])()
+
+
+def hierarchical_on_rank_1_by_allreduce() -> None:
+    hierarchy._found.clear()
+    _gradients(_variables(a=(30, 40)), TwoBit(transport="allreduce", hierarchical=bool(hvd.rank())))
+
+
+def hierarchical_auto_on_rank_1() -> None:
+    """The ranks are on one machine, where only True has levels."""
+    hierarchy._found.clear()
+    _gradients(_variables(a=(30, 40)), TwoBit(hierarchical="auto" if hvd.rank() else True))
+
+
+def hierarchical_on_rank_0_after_an_exchange() -> None:
+    variables = _variables(a=(30, 40))
+    _gradients(variables, TwoBit(hierarchical=True))
+    _gradients(variables, TwoBit(hierarchical=hvd.rank() == 0))
+
+
+def hierarchical_within_a_process_set() -> None:
+    _gradients(_variables(a=(10,)), TwoBit(hierarchical=True), process_set=hvd.ProcessSet([0]))
+
+
+def hierarchical_in_an_elastic_job() -> None:
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=TwoBit(hierarchical="auto"))
+        hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=TwoBit(hierarchical=True))
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
+
+
+def hierarchical_without_process_sets() -> None:
+    before = os.environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS")
+    try:
+        for number, ranks in known_process_sets().items():
+            if number:
+                process_set = hvd.ProcessSet(ranks)
+                process_set.process_set_id = number
+                hvd.remove_process_set(process_set)
+        _gradients(_variables(a=(10,)), TwoBit(0.5, hierarchical=True))
+    finally:
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = before
+
+
+def hierarchical_after_process_sets_were_removed() -> None:
+    """They are made again."""
+    reduced, = _gradients(_variables(a=(10,)), TwoBit(0.5, min_elements=0, hierarchical=True))
+    assert (reduced.numpy() == 0.5).all()
+
+
+def another_shape_under_a_known_name_on_two_levels() -> None:
+    variable = tf.Variable(tf.zeros(10), name="a", shape=tf.TensorShape(None))
+    compression = TwoBit(0.5, min_elements=0, hierarchical=True)
+    _gradients({"a": variable}, compression)
+    variable.assign(tf.zeros(11))
+    _gradients({"a": variable}, compression)
+
+
+def _damaged(method: str, position: int, transport: str) -> None:
+    """Rank 1 cannot read what came from the other machines; the other ranks of its machine wait for its share."""
+    original = getattr(Codec, method)
+
+    def damaged(*arguments: Any) -> Any:
+        received = arguments[position].copy()
+        received[0] ^= hvd.rank()
+        return original(*arguments[:position], received, *arguments[position + 1:])
+
+    setattr(Codec, method, damaged)
+    try:
+        _gradients(_variables(a=(3000,), b=(3000,)), TwoBit(0.5, hierarchical=True, transport=transport))
+    finally:
+        setattr(Codec, method, original)
+
+
+def a_share_that_arrives_damaged() -> None:
+    _damaged("receive", 2, "allgather")
+
+
+def a_share_that_arrives_damaged_and_cannot_be_summed() -> None:
+    _damaged("sum", 3, "sra")
 
 
 def adasum() -> None:
@@ -245,7 +341,12 @@ SCENARIOS: list[Callable[[], None]] = [
     another_min_elements_in_a_group, another_min_elements_in_fit, auto_on_one_rank, another_transport,
     another_min_elements_by_allreduce, another_threshold_by_allreduce, another_bucket_cap, other_groups_on_one_rank,
     levels_of_another_step, no_gradient_on_one_rank, another_shape_on_one_rank,
-    another_size_of_unknown_shape, another_version_of_payload, another_shape_under_a_known_name]
+    another_size_of_unknown_shape, another_version_of_payload, another_shape_under_a_known_name,
+    hierarchical_on_rank_0, hierarchical_on_rank_1_in_a_function, hierarchical_on_rank_1_by_allreduce,
+    hierarchical_auto_on_rank_1, hierarchical_on_rank_0_after_an_exchange, hierarchical_within_a_process_set,
+    hierarchical_in_an_elastic_job, another_shape_under_a_known_name_on_two_levels, a_share_that_arrives_damaged,
+    a_share_that_arrives_damaged_and_cannot_be_summed, hierarchical_without_process_sets,
+    hierarchical_after_process_sets_were_removed]
 
 
 def run() -> dict[str, str]:
