@@ -132,18 +132,18 @@ def difference(statements: bytes) -> str:
         if other["version"] != first["version"]:
             return (f"rank {rank} sends payloads of version {other['version']}, rank 0 of version {first['version']}: "
                     "install the same hvd_twobit on every rank")
-        if other["block_elements"] != first["block_elements"]:
-            return (f"rank 0 has {_levels(first)} and rank {rank} has {_levels(other)}: give TwoBit the same arguments "
-                    "on every rank")
-        if other["ranks"] != first["ranks"]:
-            return (f"rank 0 exchanges with {first['ranks']} ranks in all and rank {rank} with {other['ranks']}: give "
-                    "the optimizers of all ranks the same process set")
         if other["ranks_per_machine"] != first["ranks_per_machine"] or (
                 first["ranks_per_machine"] == 0 and other["hierarchical"] != first["hierarchical"]):
             return (f"hierarchical is {first['hierarchical']!r} on rank 0, which finds {first['ranks_per_machine']} "
                     f"ranks per machine, and {other['hierarchical']!r} on rank {rank}, which finds "
                     f"{other['ranks_per_machine']} (0: not asked yet): give TwoBit the same on every rank, also in the "
                     f"environment variable {HIERARCHICAL_VARIABLE}")
+        if other["block_elements"] != first["block_elements"]:
+            return (f"rank 0 has {_levels(first)} and rank {rank} has {_levels(other)}: give TwoBit the same arguments "
+                    "on every rank")
+        if other["ranks"] != first["ranks"]:
+            return (f"rank 0 exchanges with {first['ranks']} ranks in all and rank {rank} with {other['ranks']}: give "
+                    "the optimizers of all ranks the same process set")
         mine, theirs = _by_name(first), _by_name(other)
         for name in sorted(mine.keys() | theirs.keys()):
             if name not in mine or name not in theirs:

@@ -57,6 +57,15 @@ class TwoBit(TwoBitParameters, Compressor):
     wider from 8 and from 128 ranks on. Both give the same bits. ``"auto"`` takes for each bucket what costs less by a
     model.
 
+    Several ranks per machine: with ``hierarchical`` the ranks of a machine add up their gradients in float32, each in
+    its share of every tensor, and two bits go between machines only, from each rank to those of its number elsewhere.
+    A machine sends what one rank would, residuals and levels take the memory of one rank's per machine, and errors of
+    a machine's ranks are those of their mean. ``residuals_of`` then has shares, ``kernel:0[0:4096]``. It takes process
+    sets, which ``hvd.init(process_sets=hvd_twobit.node_process_sets())`` makes beforehand and
+    HOROVOD_DYNAMIC_PROCESS_SETS=1 in the first step, and equally many ranks on every machine. Not in elastic jobs, whose
+    graphs outlive process sets, nor among some ranks only (``process_set``), nor while ranks have joined
+    (``hvd.join()``).
+
     A single tensor: ``hvd.allreduce(tensor, compression=TwoBit)`` and ``hvd.grouped_allreduce`` take it for sums and
     averages. What two bits cannot say is lost there (with the defaults, a relative error of 0.46 for normally
     distributed values), unless the tensor has a name: ``TwoBit(...).named("x")``, which see. With a name or without,
@@ -77,6 +86,10 @@ class TwoBit(TwoBitParameters, Compressor):
             allreduce adds the codes up; the environment variable HVD_TWOBIT_TRANSPORT overrides it. The same on every
             rank.
         bucket_cap_mb: MiB of float32 gradient in a bucket (default 25); a larger tensor is cut into several. The same
+            on every rank.
+        hierarchical: True for two levels; ``"auto"`` for two levels where there are several machines of equally many
+            ranks, more than one, and one level elsewhere, also in elastic jobs and within process sets; False, the
+            default, for one level. The environment variable HVD_TWOBIT_HIERARCHICAL (1, 0, auto) overrides it. The same
             on every rank.
 
     Raises:
