@@ -26,7 +26,7 @@ JIT_COMPILE = "UnsupportedOperationError: jit_compile=True compiles the training
 KERAS_3 = (r"UnsupportedOperationError: {} is an optimizer of Keras 3\.[\d.]+, .* every rank would train on its own\. "
            r"Set TF_USE_LEGACY_KERAS=1 .* or use TensorFlow 2\.15")
 HIERARCHICAL = (r"DisagreementError: ranks do not agree on what to exchange, seen by rank \d: hierarchical is {} on "
-                r"rank 0, which finds {} ranks per machine, and {} on rank 1, which finds {} \(0: not asked yet\): give")
+                r"rank 0, which finds {} ranks per machine, and {} on rank 1, which finds {} \(0: not asked yet\)")
 DAMAGED = (r"PayloadError: tensors? 'b:0.*: (the payload of rank 0 begins with|rank 1 of this machine's 2 could not "
            "exchange its share)")
 MESSAGES = {

@@ -59,12 +59,11 @@ class TwoBit(TwoBitParameters, Compressor):
 
     Several ranks per machine: with ``hierarchical`` the ranks of a machine add up their gradients in float32, each in
     its share of every tensor, and two bits go between machines only, from each rank to those of its number elsewhere.
-    A machine sends what one rank would, residuals and levels take the memory of one rank's per machine, and errors of
-    a machine's ranks are those of their mean. ``residuals_of`` then has shares, ``kernel:0[0:4096]``. It takes process
-    sets, which ``hvd.init(process_sets=hvd_twobit.node_process_sets())`` makes beforehand and
-    HOROVOD_DYNAMIC_PROCESS_SETS=1 in the first step, and equally many ranks on every machine. Not in elastic jobs, whose
-    graphs outlive process sets, nor among some ranks only (``process_set``), nor while ranks have joined
-    (``hvd.join()``).
+    So a machine sends what one rank would, and residuals and levels take a rank's memory once per machine;
+    ``residuals_of`` has shares then, ``kernel:0[0:4096]``. It takes equally many ranks on every machine, and process
+    sets, which ``hvd.init(process_sets=hvd_twobit.node_process_sets())`` makes beforehand, or TwoBit when the first
+    step is traced, with HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment. Not in elastic jobs, whose graphs outlive
+    process sets, nor among some ranks only (``process_set``), nor while others have joined (``hvd.join()``).
 
     A single tensor: ``hvd.allreduce(tensor, compression=TwoBit)`` and ``hvd.grouped_allreduce`` take it for sums and
     averages. What two bits cannot say is lost there (with the defaults, a relative error of 0.46 for normally
