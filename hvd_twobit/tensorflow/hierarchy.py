@@ -119,8 +119,8 @@ class TwoLevel(Transfer):
             sent, splits = scattered[number], scattered[count + number]
             sent.set_shape([None])
             splits.set_shape([self._within.size()])
-            received, _ = hvd.alltoall(held_until(agreed, sent), splits, ignore_name_scope=True,
-                                       name=collective_name(GATHER, f"within.{label}"), process_set=self._within)
+            received, _ = hvd.alltoall(sent, splits, name=collective_name(GATHER, f"within.{label}"),
+                                       ignore_name_scope=True, process_set=self._within)
             reduced, failure = self._crossed(number, coded, received, shapes, agreed)
             gathered.append(hvd.allgather(reduced, name=collective_name(GATHER, f"machine.{label}"),
                                           ignore_name_scope=True, process_set=self._within))
@@ -154,7 +154,7 @@ class TwoLevel(Transfer):
         key = known(shapes)
         last = self._layouts.get(number)
         if last is None or last[0] != key:
-            keys = {tensor.name: self._home.key(tensor.name, tensor.label) for tensor in self._tensors}
+            keys = {tensor.name: tensor.key for tensor in self._tensors}
             # Of a gradient whose size is known in the step, so is whether there is something to exchange.
             last = self._layouts[number] = key, TwoLevelLayout(
                 self._bucket(number, shapes), self._within.rank(), self._settings.ranks_per_machine,

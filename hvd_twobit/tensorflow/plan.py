@@ -115,6 +115,7 @@ class Tensor:
         label: the variable's name, unique among those exchanged together; the same on every rank.
         residuals: where the residual is kept; None for a source that is no variable.
         name: the residual's name there.
+        key: the first label of the variable, by which the ranks of a machine divide it.
         shape: the gradient's shape, None where it may change.
         dtype: the gradient's dtype.
         travel: how it is sent.
@@ -124,6 +125,7 @@ class Tensor:
     label: str
     residuals: VariableResiduals | None
     name: str
+    key: str
     shape: tuple[int, ...] | None
     dtype: tf.DType
     travel: Travel
@@ -226,12 +228,12 @@ class Plan:
         found = [planned.bucket for planned in buckets]
         shapes = {part.name: part.shape for bucket in found for part in bucket.parts}
         for home in self._homes:
-            names = {tensor.label: tensor.name for tensor in self._tensors
-                     if tensor.residuals is home and tensor.label in shapes}
+            tensors = [tensor for tensor in self._tensors if tensor.residuals is home and tensor.label in shapes]
+            names = {tensor.label: tensor.name for tensor in tensors}
             self._settings.shares(home).include(
-                {name: shapes[label] for label, name in names.items()},
+                {tensor.name: shapes[tensor.label] for tensor in tensors},
                 [named(bucket, names) for bucket in found if bucket.parts[0].name in names],
-                {name: home.key(name, label) for label, name in names.items()})
+                {tensor.name: tensor.key for tensor in tensors})
 
     def begin_step(self, loss_scale: float, shapes: Sequence[np.ndarray]) -> None:
         """The steps before count; residuals follow the loss scale, unless it is 0: then nothing is known of one.
@@ -249,11 +251,11 @@ class Plan:
             if loss_scale:
                 home.residuals.can_undo = True
                 home.residuals.follow_loss_scale(loss_scale)
-        for unit, shape in zip((unit for unit in self._units if unit.travel is Travel.BY_SIZE), shapes):
-            tensor = self._tensors[unit.positions[0]]
-            known = tuple(shape.tolist())
-            if self._compresses(tensor, known):
-                self._include([self._settings.planned(Bucket.of(tensor.label, known))])
+        by_size = (self._tensors[unit.positions[0]] for unit in self._units if unit.travel is Travel.BY_SIZE)
+        known = [(tensor, tuple(shape.tolist())) for tensor, shape in zip(by_size, shapes)]
+        # Others again: since the graph was built, a variable may have ended and another one have taken its name.
+        self._include([*self._buckets, *(self._settings.planned(Bucket.of(tensor.label, shape))
+                                         for tensor, shape in known if self._compresses(tensor, shape))])
         for home in self._homes:
             self._settings.shares(home).adopt()
 
@@ -355,8 +357,10 @@ def describe(config: TwoBitConfig, gradient: Any, variable: Any, label: str, res
     else:
         elements = int(np.prod(shape, dtype=np.int64))
         travel = Travel.COMPRESSED if residuals.codec(config).compresses(elements) else Travel.PLAIN
-    return Tensor(label=label, residuals=residuals, name="" if residuals is None else residuals.name_of(variable),
-                  shape=shape, dtype=gradient.dtype, travel=travel, group=group)
+    name = "" if residuals is None else residuals.name_of(variable)
+    return Tensor(label=label, residuals=residuals, name=name,
+                  key=label if residuals is None else residuals.key(name, label), shape=shape, dtype=gradient.dtype,
+                  travel=travel, group=group)
 
 
 def labels_of(variables: Sequence[Any], generic: bool) -> list[str]:
