@@ -68,6 +68,8 @@ def frontends(ranks: int, rounds: int, as_json: bool) -> None:
 @click.option("--parameters", type=Count(), help="Parameters of the model, such as 25.6e6.")
 @click.option("--model", type=click.Choice(list(MODELS)), help="Take the parameters of this model instead.")
 @click.option("--workers", type=click.IntRange(min=2, max=32767), help="Number of ranks.")
+@click.option("--ranks-per-machine", type=click.IntRange(min=1), default=1, show_default=True,
+              help="Workers that share a machine and its link; adds the exchange of two levels.")
 @click.option("--bandwidth", type=BANDWIDTH, help="Of each rank's link: a number with kbit, Mbit or Gbit.  "
               "[default: 1Gbit; with --check, of unshaped links, which are left out without it]")
 @click.option("--latency", type=LATENCY, default="50us", show_default=True,
@@ -79,8 +81,9 @@ def frontends(ranks: int, rounds: int, as_json: bool) -> None:
               help="Draw exchange time against 2 to 1024 workers into this file (needs matplotlib).")
 @click.option("--check", type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
               help="Predict what is in this file of results of benchmarks/network, and print the error.")
-def plan(parameters: int | None, model: str | None, workers: int | None, bandwidth: float | None, latency: float,
-         bucket_cap_mb: float, as_json: bool, plot: pathlib.Path | None, check: pathlib.Path | None) -> None:
+def plan(parameters: int | None, model: str | None, workers: int | None, ranks_per_machine: int,
+         bandwidth: float | None, latency: float, bucket_cap_mb: float, as_json: bool, plot: pathlib.Path | None,
+         check: pathlib.Path | None) -> None:
     """Predict bytes and time of a gradient exchange, by transport.
 
     What each costs is explained in hvd_twobit/cost_model.py and in docs/design.md. Nothing is measured.
@@ -97,7 +100,8 @@ def plan(parameters: int | None, model: str | None, workers: int | None, bandwid
     if workers is None:
         raise click.UsageError("give the number of --workers")
     from .planning import report
-    report.run(parameters, model, workers, bandwidth or DEFAULT_BANDWIDTH, latency, bucket_cap_mb, as_json, plot)
+    report.run(parameters, model, workers, bandwidth or DEFAULT_BANDWIDTH, latency, bucket_cap_mb, as_json, plot,
+               ranks_per_machine)
 
 
 def main() -> None:

@@ -368,7 +368,8 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
                 # On two levels a machine's ranks need what came from the others, to end what they have begun.
                 received = not _is_abandoned(configuration, step) or isinstance(tensors[parameter],
                                                                                 SimulatedMachines)
-                reduced = tensors[parameter].step(per_rank, scale_of_machines, received).reshape(configuration.shapes[parameter])
+                reduced = tensors[parameter].step(per_rank, scale_of_machines, received).reshape(
+                    configuration.shapes[parameter])
             else:
                 reduced = uncompressed(per_rank, scale)
             gradients[parameter] = reduced
