@@ -1,8 +1,8 @@
 """An elastic Horovod job on this machine, whose hosts change while it runs, and what its workers tell.
 
 ``horovodrun`` asks a script for the hosts once a second; here that script shows a file. As Horovod never uses a host
-again on which a worker failed, every worker has a host of its own, or shares one with those that go when it goes: names
-of this machine that differ in case. Workers
+again on which a worker failed, every worker has a host of its own, or shares one with those that go when it goes:
+names of this machine that differ in case. Workers
 run a program of ``tests.scenarios``, write what happens to them to a file each, and read what they are to do from one;
 see ``tests.scenarios.elastic``.
 """
@@ -143,7 +143,8 @@ class ElasticJob:
         def formed() -> list[Worker] | None:
             workers = [worker for worker in self.workers() if worker.host in self.hosts]
             worlds = [worker.last("world") for worker in workers]
-            if len(workers) != len(self.hosts) * self._workers_per_host or not all(worlds) or len({world["world"] for world in worlds}) != 1:
+            if (len(workers) != len(self.hosts) * self._workers_per_host or not all(worlds)
+                    or len({world["world"] for world in worlds}) != 1):
                 return None
             if worlds[0]["size"] != len(workers) or any(_steps(worker, worlds[0]["world"]) < steps
                                                         for worker in workers):
