@@ -23,9 +23,10 @@ from benchmarks.network.__main__ import main  # noqa: E402
 from benchmarks.network.cost import PACKET_SHARE, predict  # noqa: E402
 from benchmarks.network.interrupts import Interrupted, Interrupts  # noqa: E402
 from benchmarks.network.job import JobFailed, running  # noqa: E402
-from benchmarks.network.methods import METHODS, Method  # noqa: E402
-from benchmarks.network.models import shapes_of  # noqa: E402
 from benchmarks.network.results import Entry, load, merge  # noqa: E402
+from hvd_twobit.bench.methods import METHODS, Method  # noqa: E402
+from hvd_twobit.bench.rounds import compare  # noqa: E402
+from hvd_twobit.bench.shapes import shapes_of  # noqa: E402
 
 from .launcher import REPOSITORY  # noqa: E402
 
@@ -173,10 +174,9 @@ def test_only_the_first_signal_interrupts() -> None:
 # What ranks received.
 
 def test_ranks_that_received_different_gradients_fail() -> None:
-    rank = pytest.importorskip("benchmarks.network.rank")
-    rank._compare("sra", ["a", "a", "a"])
+    compare("sra", ["a", "a", "a"])
     with pytest.raises(RuntimeError, match="sra: .* of rank 2 the digest is b, of rank 0 a"):
-        rank._compare("sra", ["a", "a", "b"])
+        compare("sra", ["a", "a", "b"])
 
 
 # Results and report.

@@ -25,14 +25,14 @@ import click
 
 from hvd_twobit import __version__
 from hvd_twobit.bench import machine_facts, progress_bar
+from hvd_twobit.bench.methods import BASELINES, METHODS
+from hvd_twobit.bench.shapes import MODELS, shapes_of
 
 from . import report
 from .cluster import UNSHAPED, ClusterError, bits_per_second, check_possible, cluster
 from .cost import predict
 from .interrupts import Interrupted, Interrupts
 from .job import HOROVODRUN, Job, JobFailed, running
-from .methods import BASELINES, METHODS
-from .models import MODELS, shapes_of
 from .results import Entry, load, merge
 
 WARM_UP_ROUNDS = 2

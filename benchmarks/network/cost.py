@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from hvd_twobit.config import DEFAULT_MIN_ELEMENTS
-from hvd_twobit.cost_model import cost
+from hvd_twobit.bench.methods import METHODS
 
 PACKET_SHARE = 1448 / 1514
 """Content of a full TCP packet (MTU 1500, time stamps), divided by what ``tbf`` counts of it; not the preamble."""
@@ -34,10 +33,5 @@ def predict(method: str, elements: Sequence[int], ranks: int, bits_per_second: f
         ranks: number of ranks.
         bits_per_second: of the link, in each direction, headers included; None: not limited.
     """
-    small = sum(count for count in elements if count < DEFAULT_MIN_ELEMENTS)  # Of these, TwoBit keeps away.
-    if method in ("none", "fp16"):
-        parts = [("fp32" if method == "none" else method, sum(elements))]
-    else:
-        parts = [("fp32", small), (method, sum(elements) - small)]
-    nbytes = sum(cost(name, count, ranks).nbytes for name, count in parts if count)
+    nbytes = METHODS[method].nbytes(elements, ranks)
     return Prediction(nbytes, None if bits_per_second is None else 8 * nbytes / (bits_per_second * PACKET_SHARE))

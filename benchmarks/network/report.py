@@ -5,10 +5,12 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 
+from hvd_twobit.bench.methods import BASELINES, METHODS
+from hvd_twobit.bench.rounds import Summary
+
 from .cluster import QUEUE_MS, bits_per_second
 from .cost import PACKET_SHARE, Prediction, predict
-from .methods import BASELINES, METHODS
-from .results import Entry, Summary
+from .results import Entry
 
 NEAR_PERCENT = 25
 """Where time is at most so far above what the link must take, the link is what limits."""

@@ -12,29 +12,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import statistics
 from typing import Any
 
+from hvd_twobit.bench.rounds import Summary, summarize
+
 FORMAT_VERSION = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """One method in one entry.
-
-    Attributes:
-        seconds: median over rounds of an exchange's time, which is that of the slowest rank.
-        fastest, slowest: of the rounds, in seconds.
-        to_fp32, to_fp16: median over rounds of the ratio to the time that these took in the same round.
-        sent: bytes: median over rounds and ranks of what a rank sent.
-    """
-
-    seconds: float
-    fastest: float
-    slowest: float
-    to_fp32: float
-    to_fp16: float
-    sent: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +37,7 @@ class Entry:
 
     def summaries(self) -> dict[str, Summary]:
         """By method, in the order of the first round."""
-        seconds = {method: [max(of_round[method]["seconds"]) for of_round in self.rounds] for method in self.rounds[0]}
-
-        def to(baseline: str, own: list[float]) -> float:
-            return statistics.median(mine / other for mine, other in zip(own, seconds[baseline]))
-
-        return {method: Summary(
-            statistics.median(own), min(own), max(own), to("none", own), to("fp16", own),
-            statistics.median(nbytes for of_round in self.rounds for nbytes in of_round[method]["sent"]),
-        ) for method, own in seconds.items()}
+        return summarize(self.rounds)
 
 
 def load(path: pathlib.Path) -> list[Entry]:

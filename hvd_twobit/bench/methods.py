@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from collections.abc import Sequence
 from typing import Any
 
-from hvd_twobit.config import TwoBitConfig
-from hvd_twobit.errors import ConfigError
+from ..config import DEFAULT_MIN_ELEMENTS, TwoBitConfig
+from ..cost_model import cost
+from ..errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +34,30 @@ class Method:
             return str(error)
         return None
 
-    def compression(self) -> Any:
-        """A new argument for ``hvd.DistributedOptimizer(compression=)`` of ``horovod.torch``."""
-        import horovod.torch as hvd
+    def compression(self, front_end: str) -> Any:
+        """A new argument ``compression=`` for Horovod's optimizers and tapes.
 
-        from hvd_twobit.torch import TwoBit
-
+        Args:
+            front_end: ``"torch"`` or ``"tensorflow"``.
+        """
         if self.transport is None:
-            return {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[self.name]
-        return TwoBit(**self._arguments())
+            known = importlib.import_module(f"horovod.{front_end}").Compression
+            return {"none": known.none, "fp16": known.fp16}[self.name]
+        return importlib.import_module(f"hvd_twobit.{front_end}").TwoBit(**self._arguments())
+
+    def nbytes(self, elements: Sequence[int], ranks: int) -> float:
+        """Bytes that a rank sends in an exchange, and as many that it receives, by ``cost_model``.
+
+        Args:
+            elements: of each tensor.
+            ranks: number of ranks.
+        """
+        small = sum(count for count in elements if count < DEFAULT_MIN_ELEMENTS)  # Of these, TwoBit keeps away.
+        if self.transport is None:
+            parts = [("fp32" if self.name == "none" else self.name, sum(elements))]
+        else:
+            parts = [("fp32", small), (self.name, sum(elements) - small)]
+        return sum(cost(name, count, ranks).nbytes for name, count in parts if count)
 
     def _arguments(self) -> dict[str, Any]:
         return {} if self.transport is None else {"transport": self.transport}
