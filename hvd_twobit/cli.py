@@ -64,6 +64,29 @@ def frontends(ranks: int, rounds: int, as_json: bool) -> None:
     frontend_bench.run(ranks, rounds, as_json)
 
 
+@commands.command(epilog="Examples:  hvd-twobit check    hvd-twobit check --front-end pytorch --json")
+@click.option("--front-end", "front_ends", type=click.Choice(["pytorch", "tensorflow"]), multiple=True,
+              help="Check this front end only; may be given several times.  [default: those that are installed]")
+@click.option("--no-self-test", is_flag=True, help="Start no job of two ranks.")
+@click.option("--time-limit", type=click.FloatRange(min=0, min_open=True), default=120, show_default=True,
+              help="Seconds for the job of each front end, which is ended then.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+@click.option("--launcher", default=None, hidden=True, help="Module to run as horovodrun.")
+def check(front_ends: tuple[str, ...], no_self_test: bool, time_limit: float, as_json: bool,
+          launcher: str | None) -> None:
+    """Check that TwoBit works here, and tell what to do where it does not.
+
+    Looks at versions, Horovod's build and hooks, kernels, GPUs and this machine's name, and trains a few steps with
+    each front end in a job of two ranks, whose weights have to be those of a simulation to the bit. Exit status: 0 if
+    nothing failed, 1 otherwise. A front end that is not installed is no failure, unless none is.
+    """
+    from . import jobs
+    from .checks import report
+    from .checks.checking import SelfTests
+    if not report.run(front_ends, SelfTests(not no_self_test, time_limit, launcher or jobs.HOROVODRUN), as_json):
+        raise click.exceptions.Exit(1)
+
+
 @commands.command(epilog="Example:  hvd-twobit plan --model resnet50 --workers 64 --bandwidth 10Gbit --latency 50us")
 @click.option("--parameters", type=Count(), help="Parameters of the model, such as 25.6e6.")
 @click.option("--model", type=click.Choice(list(MODELS)), help="Take the parameters of this model instead.")
@@ -101,7 +124,7 @@ def plan(parameters: int | None, model: str | None, workers: int | None, bandwid
 
 
 def main() -> None:
-    """Run the command line and exit: 0, click's 1 or 2 after a mistake, or 130 after Ctrl-C."""
+    """Run the command line and exit: 0, 1 where something failed, 2 after a mistake, or 130 after Ctrl-C."""
     try:
         sys.exit(commands.main(prog_name="hvd-twobit", standalone_mode=False))
     except click.ClickException as error:
