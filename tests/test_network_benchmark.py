@@ -25,7 +25,7 @@ from benchmarks.network.interrupts import Interrupted, Interrupts  # noqa: E402
 from benchmarks.network.job import JobFailed, running  # noqa: E402
 from benchmarks.network.results import Entry, load, merge  # noqa: E402
 from hvd_twobit.bench.methods import METHODS, Method  # noqa: E402
-from hvd_twobit.bench.rounds import compare  # noqa: E402
+from hvd_twobit.bench.rounds import DifferentGradients, compare  # noqa: E402
 from hvd_twobit.bench.shapes import shapes_of  # noqa: E402
 
 from .launcher import REPOSITORY  # noqa: E402
@@ -175,7 +175,7 @@ def test_only_the_first_signal_interrupts() -> None:
 
 def test_ranks_that_received_different_gradients_fail() -> None:
     compare("sra", ["a", "a", "a"])
-    with pytest.raises(RuntimeError, match="sra: .* of rank 2 the digest is b, of rank 0 a"):
+    with pytest.raises(DifferentGradients, match="sra: .* of rank 2 the digest is b, of rank 0 a"):
         compare("sra", ["a", "a", "b"])
 
 

@@ -50,7 +50,7 @@ def carry_out(order: dict[str, Any], exchanges: dict[str, Exchange]) -> dict[str
     """Do what one order says, on all ranks; the answer.
 
     Raises:
-        RuntimeError: ranks received different gradients.
+        DifferentGradients: ranks received different gradients.
     """
     if "settle" in order:
         hvd.allreduce(torch.zeros(order["settle"] // 4), name="settle")

@@ -45,8 +45,12 @@ def summarize(rounds: Sequence[Round]) -> dict[str, Summary]:
     ) for method, own in seconds.items()}
 
 
+class DifferentGradients(RuntimeError):
+    """Ranks did not receive the same bits."""
+
+
 def compare(method: str, digests: Sequence[str]) -> None:
-    """Raise RuntimeError unless all ranks received the same bits.
+    """Raise DifferentGradients unless all ranks received the same bits.
 
     Args:
         method: name of the method.
@@ -54,5 +58,5 @@ def compare(method: str, digests: Sequence[str]) -> None:
     """
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
-            raise RuntimeError(f"{method}: ranks received different gradients; of rank {rank} the digest is {digest}, "
-                               f"of rank 0 {digests[0]}")
+            raise DifferentGradients(f"{method}: ranks received different gradients; of rank {rank} the digest is "
+                                     f"{digest}, of rank 0 {digests[0]}")

@@ -81,7 +81,8 @@ class Exchange:
         return sent.total
 
     def digest(self) -> str:
-        """Of the reduced gradients of the last exchange, all bits."""
+        """Exchange once: a digest of the reduced gradients, of all bits."""
+        self.seconds()
         digest = hashlib.blake2b(digest_size=16)
         for parameter in self._parameters:
             assert parameter.grad is not None

@@ -22,8 +22,8 @@ DIFFERENT = "report it with this output: what ranks computed is not what TwoBit 
 HANG = ("ranks cannot reach one another, or need longer. Let the firewall pass what this machine sends to itself; name "
         "the interface, HOROVOD_GLOO_IFACE=lo here, horovodrun --network-interfaces eth0 in a cluster; where the "
         "machine is busy, give a longer --time-limit")
-JOB = ("see what a job says by itself: horovodrun --verbose -np 2 with a script that calls hvd.init(); name the network "
-       "interface, HOROVOD_GLOO_IFACE=lo")
+JOB = ("see what a job says by itself: horovodrun --verbose -np 2 with a script that calls hvd.init(); name the "
+       "network interface, HOROVOD_GLOO_IFACE=lo")
 
 
 def build(front_ends: Iterable[str], again: bool = False) -> str:
