@@ -6,6 +6,7 @@ framework.
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 
@@ -22,15 +23,20 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells report it."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog="""\b
+Examples:
+  hvd-twobit check
+  hvd-twobit plan --model resnet50 --workers 64 --bandwidth 10Gbit
+  horovodrun -np 4 hvd-twobit bench collectives --model resnet50
+""")
 @click.version_option(__version__)
 def commands() -> None:
     """2-bit gradient compression with error feedback for Horovod."""
 
 
-@commands.group()
+@commands.group(epilog="Example:  hvd-twobit bench kernels")
 def bench() -> None:
-    """Measure speed on this machine."""
+    """Measure speed: kernels and front ends on this machine, collectives on your cluster."""
 
 
 @bench.command(epilog="Example:  hvd-twobit bench kernels --elements 1000000 --repeats 21")
@@ -62,6 +68,61 @@ def frontends(ranks: int, rounds: int, as_json: bool) -> None:
     """
     from .bench import frontends as frontend_bench
     frontend_bench.run(ranks, rounds, as_json)
+
+
+@bench.command(epilog="""\b
+Examples:
+  horovodrun -np 4 -H host1:2,host2:2 hvd-twobit bench collectives --model resnet50
+  horovodrun -np 2 hvd-twobit bench collectives --elements 25.6e6 --repeats 21
+""")
+@click.option("--elements", type=Count(), help="Exchange one tensor of so many elements.  [default: 25.6e6]")
+@click.option("--model", type=click.Choice(["resnet50"]), help="Exchange the gradients of this model instead.")
+@click.option("--front-end", type=click.Choice(["pytorch", "tensorflow"]), default="pytorch", show_default=True,
+              help="The framework that exchanges.")
+@click.option("--repeats", type=click.IntRange(min=1), default=9, show_default=True,
+              help="Rounds to take medians over; in each, every method exchanges once.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, in one line, and nothing else. horovodrun puts "
+              "[0]<stdout>: before it.")
+def collectives(elements: int | None, model: str | None, front_end: str, repeats: int, as_json: bool) -> None:
+    """Compare exchanges of gradients on your cluster, under horovodrun.
+
+    Uncompressed, in fp16 and with TwoBit by each of its transports, side by side; gradients lie in the CPU's memory.
+    The last line tells whether TwoBit helps on this link, and which transport to take. The exchange alone is measured:
+    in training, part of it passes while gradients are computed. Exit status 2 where there is one process only.
+    """
+    if elements is not None and model is not None:
+        raise click.UsageError("give either --elements or --model, not both")
+    from .bench import collectives as collective_bench
+    from .bench.shapes import TENSOR_ELEMENTS
+    collective_bench.run(model or f"tensor:{elements or TENSOR_ELEMENTS}",
+                         {"pytorch": "torch", "tensorflow": "tensorflow"}[front_end], repeats, as_json)
+
+
+@commands.command(epilog="""\b
+Examples:
+  hvd-twobit check
+  hvd-twobit check --front-end pytorch --no-self-test --json
+""")
+@click.option("--front-end", "front_ends", type=click.Choice(["pytorch", "tensorflow"]), multiple=True,
+              help="Check this front end only; may be given several times.  [default: those that are installed]")
+@click.option("--no-self-test", is_flag=True, help="Start no job of two ranks.")
+@click.option("--time-limit", type=click.FloatRange(min=0, min_open=True), default=120, show_default=True,
+              help="Seconds for the job of each front end, which is ended then.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+@click.option("--launcher", default=None, hidden=True, help="Module to run as horovodrun.")
+def check(front_ends: tuple[str, ...], no_self_test: bool, time_limit: float, as_json: bool,
+          launcher: str | None) -> None:
+    """Check that TwoBit works here, and tell what to do where it does not.
+
+    Looks at versions, Horovod's build and hooks, kernels, GPUs and this machine's name, and trains a few steps with
+    each front end in a job of two ranks, whose weights have to be those of a simulation to the bit. Exit status: 0 if
+    nothing failed, 1 otherwise. A front end that is not installed is no failure, unless none is.
+    """
+    from . import jobs
+    from .checks import report
+    from .checks.checking import SelfTests
+    if not report.run(front_ends, SelfTests(not no_self_test, time_limit, launcher or jobs.HOROVODRUN), as_json):
+        raise click.exceptions.Exit(1)
 
 
 @commands.command(epilog="Example:  hvd-twobit plan --model resnet50 --workers 64 --bandwidth 10Gbit --latency 50us")
@@ -105,11 +166,12 @@ def plan(parameters: int | None, model: str | None, workers: int | None, ranks_p
 
 
 def main() -> None:
-    """Run the command line and exit: 0, click's 1 or 2 after a mistake, or 130 after Ctrl-C."""
+    """Run the command line and exit: 0, 1 where something failed, 2 after a mistake, or 130 after Ctrl-C."""
     try:
         sys.exit(commands.main(prog_name="hvd-twobit", standalone_mode=False))
     except click.ClickException as error:
-        error.show()
+        if os.environ.get("HOROVOD_RANK", "0") == "0":  # Under horovodrun all ranks make the same mistake.
+            error.show()
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(INTERRUPTED)

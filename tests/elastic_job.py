@@ -73,9 +73,9 @@ class ElasticJob:
         # For so long a worker waits for one that joins, but also, now and then, for one whose world has failed already.
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
                        "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", **environment}
-        command = [sys.executable, "-m", "tests.horovodrun", "--gloo", "-np",
-                   str(hosts * workers_per_host), "--min-np", "1", "--max-np", str(most * workers_per_host), "--host-discovery-script", str(script), "--network-interface", "lo",
-                   sys.executable, "-m", program, str(folder)]
+        command = [sys.executable, "-m", "tests.horovodrun", "--gloo", "-np", str(hosts * workers_per_host),
+                   "--min-np", "1", "--max-np", str(most * workers_per_host), "--host-discovery-script", str(script),
+                   "--network-interface", "lo", sys.executable, "-m", program, str(folder)]
         with self.output.open("w") as output:
             self.process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdin=subprocess.DEVNULL,
                                             stdout=output, stderr=subprocess.STDOUT)

@@ -6,6 +6,8 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
+from hvd_twobit.bench.methods import METHODS
+from hvd_twobit.bench.tensorflow_exchange import Exchange, Gradients
 from tests.scenarios import (
     tensorflow_allreduce,
     tensorflow_bad_input,
@@ -13,6 +15,15 @@ from tests.scenarios import (
     tensorflow_uses,
     tensorflow_variables,
 )
+
+
+def bench() -> dict[str, Any]:
+    """What ``hvd-twobit bench`` does on a rank: by method, bytes handed to Horovod and a digest of what it received."""
+    gradients = Gradients([(3000,), (10,)], seed=hvd.rank())
+    exchanges = {method: Exchange(method, gradients) for method in METHODS}
+    for exchange in exchanges.values():
+        exchange.seconds()  # Adaptive levels travel uncompressed.
+    return {method: [exchange.sent_nbytes(), exchange.digest()] for method, exchange in exchanges.items()}
 
 
 def run() -> dict[str, Any]:
@@ -24,4 +35,5 @@ def run() -> dict[str, Any]:
         results["allreduce"] = tensorflow_allreduce.run()
         results["allreduce_join"] = tensorflow_allreduce.join()
         results["bad_input"] = tensorflow_bad_input.run()
+        results["bench"] = bench()
     return results
