@@ -57,7 +57,8 @@ def test_bytes_are_counted_and_computed(measured: dict[str, Any]) -> None:
 @waits_for_the_job
 def test_tensorflow_hands_over_the_same_and_all_ranks_receive_the_same() -> None:
     first, second = results_of("tensorflow", 2, "bench")
-    assert first == second
+    assert [digest for _, digest in first.values()] == [digest for _, digest in second.values()]
+    assert len({first[method][1] for method in ("allgather", "sra", "allreduce", "auto")}) == 1
     assert (first["none"][0], first["fp16"][0]) == (4 * (ELEMENTS + 10), 2 * (ELEMENTS + 10))
     for method, (sent, _) in first.items():
         handed_over(sent, method, [ELEMENTS, 10])

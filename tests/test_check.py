@@ -230,14 +230,19 @@ def test_what_a_launcher_leaves_is_ended(started: Started, tmp_path: pathlib.Pat
     assert started() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("command", "number", "part", "processes"), [
+    (["bench", "frontends"], signal.SIGINT, "horovod.runner.launch", 2),
+    (["bench", "frontends"], signal.SIGTERM, "horovod.runner.launch", 2),
+    (["check"], signal.SIGINT, "hvd_twobit.checks.probes", 1),
+])
 @pytest.mark.timeout(120)
-def test_an_interrupted_job_is_ended_with_all_its_processes(number: int, started: Started) -> None:  # noqa: F811
+def test_an_interrupted_command_ends_with_all_its_processes(command: list[str], number: int, part: str, processes: int,
+                                                            started: Started) -> None:  # noqa: F811
     pytest.importorskip("horovod")
     process = subprocess.Popen(
-        [*COMMAND, "bench", "frontends"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY,
+        [*COMMAND, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    while len(started("horovod.runner.launch")) < 2:
+    while len(started(part)) < processes:
         assert process.poll() is None
     process.send_signal(number)
     output, errors = process.communicate(timeout=100)
