@@ -114,8 +114,8 @@ def main(rates: list[str], numbers: list[int], ranks_per_machine: int, models: l
          launcher: str) -> None:
     """Measure exchanges of gradients over links of a known bandwidth, and write a report."""
     if any(number % ranks_per_machine or number == ranks_per_machine for number in numbers):
-        raise click.UsageError(f"--ranks {','.join(map(str, numbers))} cannot be {ranks_per_machine} on each of several "
-                               "machines")
+        raise click.UsageError(f"--ranks {','.join(map(str, numbers))} cannot be {ranks_per_machine} on each of "
+                               "several machines")
     try:
         if report_only is None:
             check_possible()
@@ -160,15 +160,19 @@ def measure(rates: Sequence[str], numbers: Sequence[int], models: Sequence[str],
         for ranks, model in itertools.product(numbers, models):
             elements = [math.prod(shape) for shape in shapes_of(model)]
             bar.update(task, description=f"{ranks} ranks, {model}, start")
-            with cluster(ranks // ranks_per_machine, ranks_per_machine) as network, running(network, model, methods, interrupts, launcher) as job:
-                _warm_up(job, methods, _limit_s(methods, elements, ranks, ranks_per_machine, UNSHAPED))
+
+            def limit_s(rate: str, ranks: int = ranks, elements: Sequence[int] = elements) -> float:
+                return _limit_s(methods, elements, ranks, ranks_per_machine, rate)
+
+            with cluster(ranks // ranks_per_machine, ranks_per_machine) as network, \
+                    running(network, model, methods, interrupts, launcher) as job:
+                _warm_up(job, methods, limit_s(UNSHAPED))
                 bar.advance(task, WARM_UP_ROUNDS)
                 for rate in rates:
                     bar.update(task, description=f"{ranks} ranks, {model}, {rate}")
                     network.shape(rate)
                     machine = _machine()
-                    rounds_at_rate = _rounds(job, methods, rounds, _limit_s(methods, elements, ranks, ranks_per_machine, rate),
-                                             lambda: bar.advance(task))
+                    rounds_at_rate = _rounds(job, methods, rounds, limit_s(rate), lambda: bar.advance(task))
                     merge(results, Entry(rate, ranks, model, elements, machine, rounds_at_rate, ranks_per_machine))
 
 
@@ -190,10 +194,12 @@ def _rounds(job: Job, methods: Sequence[str], rounds: int, limit_s: float,
     return measured
 
 
-def _limit_s(methods: Sequence[str], elements: Sequence[int], ranks: int, ranks_per_machine: int, rate: str) -> float:
+def _limit_s(methods: Sequence[str], elements: Sequence[int], ranks: int, ranks_per_machine: int,
+             rate: str) -> float:
     """How long to wait for a round: many times what it should take, so that only a job that hangs is given up."""
     rate_bits = bits_per_second(rate) or _ASSUMED_BITS
-    return 300 + 20 * sum(predict(method, elements, ranks, rate_bits, ranks_per_machine).seconds or 0 for method in methods)
+    return 300 + 20 * sum(predict(method, elements, ranks, rate_bits, ranks_per_machine).seconds or 0
+                          for method in methods)
 
 
 def _machine() -> dict[str, Any]:

@@ -67,9 +67,10 @@ _INTRODUCTION = """\
 
 Written by `benchmarks/network`; no figure was entered by hand. Ranks are processes under `horovodrun --gloo`. Each
 machine is a network namespace, whose link to a switch carries the bandwidth of the table in each direction (`tc tbf`,
-queue of {queue} ms); there is one rank on each, unless the table tells of machines with several. An **exchange** is what `hvd.DistributedOptimizer` does with the gradients of a step, from the
-first hook of backward() to the end of synchronize(), compression included; gradients are constant, standard normal,
-another set on each rank, and computing them is no part of it. Methods take turns within a round. Before, ranks compared
+queue of {queue} ms); there is one rank on each, unless the table tells of machines with several. An **exchange** is
+what `hvd.DistributedOptimizer` does with the gradients of a step, from the first hook of backward() to the end of
+synchronize(), compression included; gradients are constant, standard normal, another set on each rank, and computing
+them is no part of it. Methods take turns within a round. Before, ranks compared
 what they had received with each method: equal in every bit.
 
 - **time** is that of the slowest rank; median over rounds, with the fastest and the slowest round.

@@ -76,7 +76,7 @@ def run(model: str, front_end: str, repeats: int, as_json: bool) -> None:
     ranks_per_machine = _ranks_per_machine(hvd)
     shapes = shapes_of(model)
     gradients = exchange.Gradients(shapes, seed=hvd.rank())
-    exchanges = {name: exchange.Exchange(name, gradients) 
+    exchanges = {name: exchange.Exchange(name, gradients)
                  for name, method in METHODS.items() if method.unavailable(ranks_per_machine) is None}
     with progress_bar(quiet=as_json or hvd.rank() != 0) as bar:
         task = bar.add_task("rounds", total=WARM_UP_ROUNDS + 1 + repeats)
@@ -148,7 +148,8 @@ def _round(hvd: Any, exchanges: Mapping[str, Any], number: int) -> dict[str, lis
 
 def _report(measured: Measured, as_json: bool) -> None:
     summaries = summarize(measured.rounds)
-    received = {name: METHODS[name].nbytes(measured.elements, measured.ranks, measured.ranks_per_machine) for name in summaries}
+    received = {name: METHODS[name].nbytes(measured.elements, measured.ranks, measured.ranks_per_machine)
+                for name in summaries}
     verdict = verdict_of(summaries)
     if as_json:
         print(json.dumps({"machine": machine_facts(), **dataclasses.asdict(measured), "methods": [
