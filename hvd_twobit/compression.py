@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from .config import TwoBitConfig, describe
 from .errors import ConfigError
@@ -61,12 +61,15 @@ def is_twobit(compression: Any) -> bool:
 
 
 class TwoBitParameters:
-    """The parameters of 2-bit compression; the front ends' ``TwoBit`` classes document them."""
+    """The parameters of 2-bit compression; the front ends' ``TwoBit`` classes document them.
+
+    ``unknown`` takes what is refused by name, with the nearest valid one; its type lets type checkers refuse it too.
+    """
 
     def __init__(self, threshold: float | str | None = None, *, positive_threshold: float | None = None,
                  negative_threshold: float | None = None, min_elements: int | None = None,
                  warmup_steps: int | None = None, block_elements: int | None = None, transport: str | None = None,
-                 bucket_cap_mb: float | None = None, **unknown: Any) -> None:
+                 bucket_cap_mb: float | None = None, **unknown: NoReturn) -> None:
         self.config = TwoBitConfig.from_arguments(
             threshold, positive_threshold, negative_threshold, block_elements, min_elements=min_elements,
             warmup_steps=warmup_steps, transport=transport, bucket_cap_mb=bucket_cap_mb, **unknown)

@@ -7,7 +7,7 @@ with Horovod's optimizers. ``TwoBit`` holds no state of training, so one instanc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Union
+from typing import Any, NoReturn, Union
 
 import horovod.torch as hvd
 import torch
@@ -80,9 +80,14 @@ class TwoBit(TwoBitParameters, Compressor):
 
     scaler: torch.amp.GradScaler | None = None
 
-    def __init__(self, threshold: float | str | None = None, *, scaler: torch.amp.GradScaler | None = None,
-                 **arguments: Any) -> None:
-        super().__init__(threshold, **arguments)
+    def __init__(self, threshold: float | str | None = None, *, positive_threshold: float | None = None,
+                 negative_threshold: float | None = None, min_elements: int | None = None,
+                 warmup_steps: int | None = None, block_elements: int | None = None, transport: str | None = None,
+                 bucket_cap_mb: float | None = None, scaler: torch.amp.GradScaler | None = None,
+                 **unknown: NoReturn) -> None:
+        super().__init__(threshold, positive_threshold=positive_threshold, negative_threshold=negative_threshold,
+                         min_elements=min_elements, warmup_steps=warmup_steps, block_elements=block_elements,
+                         transport=transport, bucket_cap_mb=bucket_cap_mb, **unknown)
         self.scaler = _checked(scaler)
 
     @classmethod
