@@ -5,3 +5,19 @@ neither a deep learning framework nor a compiler.
 """
 
 __version__ = "0.1.0"
+
+TYPE_CHECKING = False  # Type checkers take it for true; typing's own would have to be imported.
+
+if not TYPE_CHECKING:
+    def __getattr__(name: str) -> object:
+        """Say where the front ends are, to whoever looks for them here."""
+        if name in ("TwoBit", "residuals_of"):
+            from .errors import WrongImportError
+            raise WrongImportError(
+                f"hvd_twobit has no {name} for all frameworks: use `from hvd_twobit.torch import {name}` with "
+                "horovod.torch, hvd_twobit.tensorflow with horovod.tensorflow, hvd_twobit.keras with "
+                "horovod.tensorflow.keras")
+        if name in ("torch", "tensorflow", "keras"):
+            raise AttributeError(f"hvd_twobit.{name} is not imported: write `import hvd_twobit.{name}`, or "
+                                 f"`from hvd_twobit.{name} import TwoBit`")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
