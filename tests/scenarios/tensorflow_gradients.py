@@ -166,6 +166,23 @@ CONFIGURATIONS = {
 }
 
 
+def configurations(ranks: int) -> list[str]:
+    """Names of the configurations that run on so many ranks: all on 2.
+
+    On more, those in which it counts what other ranks send: transports, thresholds that differ, process sets, an
+    overflow on one rank, scaling and groups, and the bare class. How Keras, a retraced function or a dtype gets a
+    gradient to the exchange does not depend on the number of ranks, and takes most of the time.
+    """
+    return [name for name, configuration in CONFIGURATIONS.items() if ranks == 2 or _depends_on_ranks(configuration)]
+
+
+def _depends_on_ranks(configuration: Configuration) -> bool:
+    arguments = configuration.compression
+    if arguments is None or isinstance(arguments, list) or "transport" in arguments or configuration.subset:
+        return True
+    return not configuration.route.startswith("fit") and (configuration.overflow or bool(configuration.options))
+
+
 def _compressed(configuration: Configuration, name: str) -> bool:
     if name == configuration.local or (name == configuration.sparse
                                        and not configuration.options.get("sparse_as_dense")):
