@@ -38,7 +38,7 @@ bench-network: setup  ## measure exchanges over links of 100 Mbit/s to 10 Gbit/s
 	@.venv/bin/python -m benchmarks.network $(NETWORK_ARGS)
 
 lint: setup  ## check style and types
-	@.venv/bin/python -m ruff check hvd_twobit benchmarks examples tests
+	@.venv/bin/python -m ruff check
 	@.venv/bin/python -m mypy
 
 clean:  ## remove .venv and everything else that was made here (the cached wheel of Horovod stays)

@@ -278,6 +278,7 @@ def _gradient(original: Any, *args: Any, **kwargs: Any) -> Any:
 @tf.autograph.experimental.do_not_convert
 def _allreduce(original: Any, *args: Any, **kwargs: Any) -> Any:
     given = arguments(original, args, kwargs)
+    TwoBit.refuse_foreign(given["compression"])
     if not is_twobit(given["compression"]):
         return original(*args, **kwargs)
     if given["op"] not in (None, hvd.Average, hvd.Sum):

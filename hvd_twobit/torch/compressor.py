@@ -7,7 +7,7 @@ with Horovod's optimizers. ``TwoBit`` holds no state of training, so one instanc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Union
+from typing import Any, NoReturn, Union
 
 import horovod.torch as hvd
 import torch
@@ -48,6 +48,13 @@ class TwoBit(TwoBitParameters, Compressor):
     wider from 8 and from 128 ranks on. Both give the same bits. ``"auto"`` takes for each bucket what costs less by a
     model.
 
+    Several ranks per machine: with ``hierarchical`` the ranks of a machine add their gradients up, or average them, in
+    full precision, each for its share of the elements; then it compresses that share for the other machines. What
+    leaves a machine is divided by its number of ranks, and so are residuals (named ``weight[2048:4096]``). It takes
+    process sets: initialize with ``hvd.init(process_sets=hvd_twobit.node_process_sets())``, or set
+    HOROVOD_DYNAMIC_PROCESS_SETS=1. Not for ranks that join at different times (``hvd.join``). In an elastic job,
+    machines may come and go, but Horovod 0.28.1 ends a job with process sets when a worker is killed.
+
     A single tensor: ``hvd.allreduce(tensor, compression=TwoBit)`` and ``hvd.grouped_allreduce`` take it for sums and
     averages. What two bits cannot say is lost there (with the defaults, a relative error of 0.46 for normally
     distributed values), unless the tensor has a name: ``TwoBit(...).named("x")``, which see. With a name or without,
@@ -69,6 +76,9 @@ class TwoBit(TwoBitParameters, Compressor):
             rank.
         bucket_cap_mb: MiB of float32 gradient in a bucket (default 25); a larger tensor is cut into several. The same
             on every rank.
+        hierarchical: True for exchanges of two levels; ``"auto"`` for such where there are several machines with
+            equally many ranks, more than one; False, the default. The environment variable HVD_TWOBIT_HIERARCHICAL
+            (1, 0, auto) overrides it. The same on every rank; see above.
         scaler: the ``torch.amp.GradScaler`` of this optimizer; see above.
 
     Raises:
@@ -80,9 +90,14 @@ class TwoBit(TwoBitParameters, Compressor):
 
     scaler: torch.amp.GradScaler | None = None
 
-    def __init__(self, threshold: float | str | None = None, *, scaler: torch.amp.GradScaler | None = None,
-                 **arguments: Any) -> None:
-        super().__init__(threshold, **arguments)
+    def __init__(self, threshold: float | str | None = None, *, positive_threshold: float | None = None,
+                 negative_threshold: float | None = None, min_elements: int | None = None,
+                 warmup_steps: int | None = None, block_elements: int | None = None, transport: str | None = None,
+                 bucket_cap_mb: float | None = None, hierarchical: bool | str | None = None,
+                 scaler: torch.amp.GradScaler | None = None, **unknown: NoReturn) -> None:
+        super().__init__(threshold, positive_threshold=positive_threshold, negative_threshold=negative_threshold,
+                         min_elements=min_elements, warmup_steps=warmup_steps, block_elements=block_elements,
+                         transport=transport, bucket_cap_mb=bucket_cap_mb, hierarchical=hierarchical, **unknown)
         self.scaler = _checked(scaler)
 
     @classmethod

@@ -229,6 +229,7 @@ def _refuse_adasum(original: Any, self: Any, params: Any, named_parameters: Any,
 def _allreduce(original: Any, *args: Any, **kwargs: Any) -> Any:
     given = arguments(original, args, kwargs)
     compression = given["compression"]
+    TwoBit.refuse_foreign(compression)
     if not is_twobit(compression):
         return original(*args, **kwargs)
     if given["op"] not in (None, hvd.Average, hvd.Sum):

@@ -18,10 +18,12 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvd_twobit.state import split_share
 from hvd_twobit.torch import TwoBit, residuals_of
+from tests.launcher import without_torch_compile
 from tests.scenarios.elastic import Reporter, leave
 
 
 def main(folder: str) -> None:
+    without_torch_compile()
     hvd.init()
     torch.manual_seed(hvd.rank())
     model = torch.nn.Sequential(torch.nn.Linear(24, 160), torch.nn.Tanh(), torch.nn.Linear(160, 12))
