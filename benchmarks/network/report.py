@@ -104,7 +104,8 @@ def _table(entries: Sequence[Entry]) -> str:
              "off, %", "link time, ms", "off, %"), ("--:", ":--", *["--:"] * 9)]
     for entry in entries:
         for method, summary in entry.summaries().items():
-            rows.append((entry.layout.replace(" ranks", ""), METHODS[method].label, *_cells(summary, _prediction(entry, method))))
+            rows.append((entry.layout.replace(" ranks", ""), METHODS[method].label,
+                         *_cells(summary, _prediction(entry, method))))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
