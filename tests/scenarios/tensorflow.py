@@ -9,6 +9,7 @@ import horovod.tensorflow as hvd
 from tests.scenarios import (
     tensorflow_allreduce,
     tensorflow_bad_input,
+    tensorflow_documents,
     tensorflow_gradients,
     tensorflow_uses,
     tensorflow_variables,
@@ -24,4 +25,5 @@ def run() -> dict[str, Any]:
         results["allreduce"] = tensorflow_allreduce.run()
         results["allreduce_join"] = tensorflow_allreduce.join()
         results["bad_input"] = tensorflow_bad_input.run()
+        results["documents"] = tensorflow_documents.run()
     return results

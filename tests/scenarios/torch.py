@@ -6,7 +6,14 @@ from typing import Any
 
 import horovod.torch as hvd
 
-from tests.scenarios import torch_allreduce, torch_amp, torch_bad_input, torch_optimizer, torch_payloads
+from tests.scenarios import (
+    torch_allreduce,
+    torch_amp,
+    torch_bad_input,
+    torch_documents,
+    torch_optimizer,
+    torch_payloads,
+)
 
 
 def run() -> dict[str, Any]:
@@ -21,6 +28,7 @@ def run() -> dict[str, Any]:
         results["allreduce_mistakes"] = torch_allreduce.mistakes()
         results["amp_mistakes"] = torch_amp.mistakes()
         results["bad_input"] = torch_bad_input.run()
+        results["documents"] = torch_documents.run()
     else:
         results["allreduce_join"] = torch_allreduce.join()
         results["optimizer_join"] = torch_optimizer.join()
