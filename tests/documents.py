@@ -25,12 +25,14 @@ class Block:
     Attributes:
         page: its path in the repository.
         line: number of its first line, from 1.
+        end: number of the first line behind it.
         info: what follows the fence; empty for an indented block.
         text: the lines within.
     """
 
     page: str
     line: int
+    end: int
     info: str
     text: str
 
@@ -46,7 +48,8 @@ def pages() -> Sequence[pathlib.Path]:
 @functools.cache
 def blocks() -> Sequence[Block]:
     """All of them, page by page, in the order in which they are read."""
-    return [Block(str(page.relative_to(REPOSITORY)), token.map[0] + 1, token.info.strip(), token.content)
+    return [Block(str(page.relative_to(REPOSITORY)), token.map[0] + 1, token.map[1] + 1,
+                  token.info.strip(), token.content)
             for page in pages() for token in MarkdownIt().enable("table").parse(page.read_text())
             if token.type in ("fence", "code_block") and token.map]
 

@@ -71,11 +71,14 @@ def shell_blocks() -> Sequence[Block]:
             if block.info == "sh" or not block.info and block.text.startswith(INDENTED_COMMANDS)]
 
 
+def inline_tokens(page: pathlib.Path) -> Iterator[Any]:
+    for token in MarkdownIt().enable("table").parse(page.read_text()):
+        yield from token.children or ()
+
+
 def output_of(block: Block) -> Block | None:
-    """The block of text that follows a block of commands at once: what the last of them prints."""
-    following = blocks()[blocks().index(block) + 1:]
-    follows = following and following[0].info == "text" and following[0].page == block.page
-    return following[0] if follows and not reason_not_to_run(following[0]) else None
+    """The block of text that follows a block of commands at once: what they print."""
+    return next((text for text in of_kind("text") if (text.page, text.line) == (block.page, block.end + 1)), None)
 
 
 def messages() -> Sequence[Block]:
@@ -222,11 +225,13 @@ def no_command_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_make(words: list[str]) -> None:
+    """Its targets are in the Makefile."""
     done = subprocess.run(["make", "--dry-run", *words], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def check_hvd_twobit(words: list[str]) -> str:
+    """What it prints; nothing where ``no_command_does_anything``."""
     result = CliRunner().invoke(commands, words, prog_name="hvd-twobit")
     assert result.exit_code == 0, result.output
     return result.output
@@ -240,28 +245,44 @@ def check_horovodrun(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[
     return arguments.command
 
 
-def check_python(words: list[str]) -> None:
-    """A script of this repository, or the one that the reader is told to write."""
-    assert words == ["train.py"] or len(words) == 1 and (REPOSITORY / words[0]).is_file(), words
+def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command calls knows these arguments."""
+    command, *arguments = words
+    if command == "make":
+        check_make(arguments)
+    elif command == "hvd-twobit":
+        check_hvd_twobit(arguments)
+    elif command == "horovodrun":
+        check_command(check_horovodrun(arguments, monkeypatch), monkeypatch)
+    elif command == "python":  # A script of this repository, or the one that the reader is told to write.
+        script, = arguments
+        assert script == "train.py" or (REPOSITORY / script).is_file()
+    else:  # It would change the environment.
+        assert words == ["pip", "install", "."] and (REPOSITORY / "setup.py").is_file()
 
 
 @pytest.mark.parametrize("block", shell_blocks(), ids=str)
 def test_commands_are_understood_by_what_they_call(block: Block, monkeypatch: pytest.MonkeyPatch,
                                                    no_command_does_anything: None) -> None:
-    for environment, (command, *words) in commands_of(block):
+    for environment, words in commands_of(block):
         assert environment.keys() <= {TRANSPORT_VARIABLE}
-        if command == "make":
+        check_command(words, monkeypatch)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_commands_that_a_sentence_names_are_there(page: pathlib.Path) -> None:
+    for token in inline_tokens(page):
+        program, *words = token.content.split() if token.type == "code_inline" else [""]
+        if program == "make":
             check_make(words)
-        elif command == "hvd-twobit":
-            check_hvd_twobit(words)
-        elif command == "horovodrun":
-            python, *script = check_horovodrun(words, monkeypatch)
-            assert python == "python"
-            check_python(script)
-        elif command == "python":
-            check_python(words)
-        else:  # It would change the environment.
-            assert [command, *words] == ["pip", "install", "."] and (REPOSITORY / "setup.py").is_file()
+        elif program == "hvd-twobit" or [program, *words[:2]] == ["python", "-m", "hvd_twobit"]:
+            command: click.Command = commands
+            for word in words[2:] if program == "python" else words:
+                if isinstance(command, click.Group):
+                    assert word in command.commands, f"{page.name}: {token.content}"
+                    command = command.commands[word]
+                elif word.startswith("-"):
+                    assert any(word in parameter.opts for parameter in command.params), f"{page.name}: {token.content}"
 
 
 @pytest.mark.parametrize("block", [block for block in shell_blocks() if output_of(block)], ids=str)
@@ -287,11 +308,6 @@ def test_the_first_program_runs_as_the_quick_start_says(tmp_path: pathlib.Path,
 
 
 # Links, names and tables.
-
-def inline_tokens(page: pathlib.Path) -> Iterator[Any]:
-    for token in MarkdownIt().enable("table").parse(page.read_text()):
-        yield from token.children or ()
-
 
 def anchors(page: pathlib.Path) -> set[str]:
     """The headings' anchors, as GitHub and MyST make them."""

@@ -97,6 +97,13 @@ class TwoBit(TwoBitParameters, Compressor):
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Context]:
         """Horovod's first half of an allreduce: what to sum for a tensor. Without a name, what is not sent is lost.
 
+        Args:
+            tensor: of any shape and dtype; integers, bool and sparse tensors are handed on as they are.
+
+        Returns:
+            A tensor that Horovod may add up over ranks (for a tensor that is compressed, float64 words that hold codes
+            as digits), and what ``decompress`` needs to know.
+
         Raises:
             UnsupportedOperationError: the tensor requires a gradient, which would be lost.
         """
@@ -104,7 +111,7 @@ class TwoBit(TwoBitParameters, Compressor):
 
     @staticmethod
     def decompress(tensor: torch.Tensor | None, ctx: Context) -> torch.Tensor | None:
-        """Horovod's second half of an exchange: the reduced tensor for what a collective returned.
+        """Horovod's second half of an exchange: the reduced tensor, in the shape and dtype of the one before.
 
         Args:
             tensor: what the collective returned; None for a gradient in a bucket.
@@ -136,7 +143,7 @@ class NamedTwoBit(NamedCompression, Compressor):
     """
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Context]:
-        """Horovod's first half of an allreduce.
+        """As ``TwoBit.compress``; what is not sent stays in the residual.
 
         Raises:
             ResidualError: the tensor had another shape before, or its last exchange has not ended.
