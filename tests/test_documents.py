@@ -89,7 +89,7 @@ def messages() -> Sequence[Block]:
 # Nothing is left out.
 
 def test_every_block_is_run_or_checked_or_has_a_reason_not_to_be() -> None:
-    treated = {*of_kind(*(f"python {front_end}" for front_end in FRAMEWORK), "pycon"), *plain_python(),
+    treated = {*of_kind(*(f"python {front_end}" for front_end in FRAMEWORK), "pycon"), redistribution(),
                *shell_blocks(), *messages(), *filter(None, map(output_of, shell_blocks()))}
     # Sphinx carries out directives, and says so where it cannot.
     left = [f"{block} ({block.info or 'indented'}): {block.text[:60]!r}" for block in blocks()
@@ -159,13 +159,14 @@ def test_residuals_follow_the_loss_scale_and_a_state_its_batches() -> None:
     assert "min_elements=0" in facts["docs/mxnet.md torch"]["compression"]
 
 
-def plain_python() -> Sequence[Block]:
-    return [block for block in of_kind("python") if not reason_not_to_run(block)]
+def redistribution() -> Block:
+    """The block that one process runs, on the files of four ranks."""
+    return next(block for block in of_kind("python") if "redistribute(" in block.text)
 
 
 def test_files_of_residuals_become_those_of_another_number_of_ranks(tmp_path: pathlib.Path,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    block, = plain_python()
+    block = redistribution()
     registry = ResidualRegistry()
     payload(Codec(TwoBitConfig(0.5, -0.5), registry), "layer.weight", (64, 64), np.ones(4096, np.float32))
     monkeypatch.chdir(tmp_path)
