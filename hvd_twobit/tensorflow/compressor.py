@@ -54,8 +54,8 @@ class TwoBit(TwoBitParameters, Compressor):
     Transport: tensors travel in buckets, in the order in which backward computes gradients. By ``"allgather"`` a rank
     receives the codes of all others, which are more the more ranks there are. By ``"sra"`` (scatter-reduce-allgather)
     each rank sums a part of the bucket for all; what a rank receives does not grow with their number, but that sums are
-    wider from 8 and from 128 ranks on. Both give the same bits. ``"auto"`` takes for each bucket what costs less by a
-    model.
+    wider from 8 and from 128 ranks on. By ``"allreduce"`` Horovod's own allreduce adds the codes up. All give the same
+    bits. ``"auto"`` takes for each bucket what costs least by a model.
 
     A single tensor: ``hvd.allreduce(tensor, compression=TwoBit)`` and ``hvd.grouped_allreduce`` take it for sums and
     averages. What two bits cannot say is lost there (with the defaults, a relative error of 0.46 for normally

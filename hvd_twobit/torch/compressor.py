@@ -45,8 +45,8 @@ class TwoBit(TwoBitParameters, Compressor):
     Transport: tensors travel in buckets, in the order in which backward computes gradients. By ``"allgather"`` a rank
     receives the codes of all others, which are more the more ranks there are. By ``"sra"`` (scatter-reduce-allgather)
     each rank sums a part of the bucket for all; what a rank receives does not grow with their number, but that sums are
-    wider from 8 and from 128 ranks on. Both give the same bits. ``"auto"`` takes for each bucket what costs less by a
-    model.
+    wider from 8 and from 128 ranks on. By ``"allreduce"`` Horovod's own allreduce adds the codes up. All give the same
+    bits. ``"auto"`` takes for each bucket what costs least by a model.
 
     A single tensor: ``hvd.allreduce(tensor, compression=TwoBit)`` and ``hvd.grouped_allreduce`` take it for sums and
     averages. What two bits cannot say is lost there (with the defaults, a relative error of 0.46 for normally
@@ -88,7 +88,18 @@ class TwoBit(TwoBitParameters, Compressor):
     @classmethod
     def from_params(cls, params: Mapping[str, Any], *, scaler: torch.amp.GradScaler | None = None,
                     **arguments: Any) -> TwoBit:
-        """As ``TwoBitParameters.from_params``, with the ``scaler`` of ``TwoBit``."""
+        """Make a ``TwoBit`` from the dictionary of MXNet's kvstore, ``{"compress": "2bit", ...}``.
+
+        See ``TwoBitConfig.from_params`` for the keys.
+
+        Args:
+            params: MXNet's dictionary, in either of its forms.
+            scaler: as of ``TwoBit``.
+            arguments: further arguments of ``TwoBit``; with ``min_elements=0`` every tensor is compressed, as in MXNet.
+
+        Raises:
+            ConfigError: a key, type or value is not one of MXNet's 2-bit compression; the nearest valid key is named.
+        """
         made = super().from_params(params, **arguments)
         made.scaler = _checked(scaler)
         return made
