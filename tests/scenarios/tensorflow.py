@@ -22,8 +22,8 @@ def run() -> dict[str, Any]:
     if hvd.size() == 2:
         results["variables"] = tensorflow_variables.run()
         results["uses"] = tensorflow_uses.run()
+        results["documents"] = tensorflow_documents.run()
         results["allreduce"] = tensorflow_allreduce.run()
         results["allreduce_join"] = tensorflow_allreduce.join()
         results["bad_input"] = tensorflow_bad_input.run()
-        results["documents"] = tensorflow_documents.run()
     return results

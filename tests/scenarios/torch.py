@@ -23,12 +23,12 @@ def run() -> dict[str, Any]:
                                "allreduce": torch_allreduce.run()}
     if hvd.size() == 2:
         results["amp"] = torch_amp.run(list(torch_amp.CONFIGURATIONS))
+        results["documents"] = torch_documents.run()
         results["payloads"] = torch_payloads.run()
         results["two_optimizers"] = torch_bad_input.two_optimizers()
         results["allreduce_mistakes"] = torch_allreduce.mistakes()
         results["amp_mistakes"] = torch_amp.mistakes()
         results["bad_input"] = torch_bad_input.run()
-        results["documents"] = torch_documents.run()
     else:
         results["allreduce_join"] = torch_allreduce.join()
         results["optimizer_join"] = torch_optimizer.join()
