@@ -41,7 +41,7 @@ docs: setup  ## build the documentation into build/docs, for build/docs/index.ht
 	@.venv/bin/python -m sphinx -W --keep-going -q docs build/docs
 
 lint: setup  ## check style and types
-	@.venv/bin/python -m ruff check hvd_twobit benchmarks docs examples tests
+	@.venv/bin/python -m ruff check hvd_twobit benchmarks examples tests
 	@.venv/bin/python -m mypy
 
 clean:  ## remove .venv and everything else that was made here (the cached wheel of Horovod stays)
