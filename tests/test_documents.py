@@ -432,12 +432,13 @@ def test_the_reference_has_every_command_and_option(site: pathlib.Path) -> None:
     reference = (site / "cli.html").read_text()
 
     def check(path: str, command: click.Command) -> None:
-        assert f">{path}</a>" in reference or path in reference, path
+        assert path in reference
         if isinstance(command, click.Group):
             for name, part in command.commands.items():
                 check(f"{path} {name}", part)
         for parameter in command.params:
-            for option in parameter.opts:
-                assert option in reference, f"{path} {option}"
+            if not getattr(parameter, "hidden", False):
+                for option in parameter.opts:
+                    assert option in reference, f"{path} {option}"
 
     check("hvd-twobit", commands)
