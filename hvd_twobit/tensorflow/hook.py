@@ -131,6 +131,12 @@ def residuals_of(optimizer_or_tape: Any) -> ResidualRegistry:
     was last asked for or, before that, of those that the tape watches. So a tape in a function that was traced, or a
     new tape around a forward pass, shows what all tapes of that model share, and a checkpoint can be loaded into it.
 
+    Args:
+        optimizer_or_tape: what ``hvd.DistributedOptimizer`` or ``hvd.DistributedGradientTape`` returned.
+
+    Returns:
+        The registry itself, by variable name, not a copy.
+
     Raises:
         ConfigError: it does not use TwoBit; or a tape's variables are not known yet, or first appeared in tapes of
             different models.

@@ -45,8 +45,8 @@ class TwoBit(TwoBitParameters, Compressor):
     Transport: tensors travel in buckets, in the order in which backward computes gradients. By ``"allgather"`` a rank
     receives the codes of all others, which are more the more ranks there are. By ``"sra"`` (scatter-reduce-allgather)
     each rank sums a part of the bucket for all; what a rank receives does not grow with their number, but that sums are
-    wider from 8 and from 128 ranks on. Both give the same bits. ``"auto"`` takes for each bucket what costs less by a
-    model.
+    wider from 8 and from 128 ranks on. By ``"allreduce"`` Horovod's own allreduce adds the codes up. All give the same
+    bits. ``"auto"`` takes for each bucket what costs least by a model.
 
     Several ranks per machine: with ``hierarchical`` the ranks of a machine add their gradients up, or average them, in
     full precision, each for its share of the elements; then it compresses that share for the other machines. What
@@ -103,7 +103,18 @@ class TwoBit(TwoBitParameters, Compressor):
     @classmethod
     def from_params(cls, params: Mapping[str, Any], *, scaler: torch.amp.GradScaler | None = None,
                     **arguments: Any) -> TwoBit:
-        """As ``TwoBitParameters.from_params``, with the ``scaler`` of ``TwoBit``."""
+        """Make a ``TwoBit`` from the dictionary of MXNet's kvstore, ``{"compress": "2bit", ...}``.
+
+        See ``TwoBitConfig.from_params`` for the keys.
+
+        Args:
+            params: MXNet's dictionary, in either of its forms.
+            scaler: as of ``TwoBit``.
+            arguments: further arguments of ``TwoBit``; with ``min_elements=0`` every tensor is compressed, as in MXNet.
+
+        Raises:
+            ConfigError: a key, type or value is not one of MXNet's 2-bit compression; the nearest valid key is named.
+        """
         made = super().from_params(params, **arguments)
         made.scaler = _checked(scaler)
         return made
@@ -112,6 +123,13 @@ class TwoBit(TwoBitParameters, Compressor):
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Context]:
         """Horovod's first half of an allreduce: what to sum for a tensor. Without a name, what is not sent is lost.
 
+        Args:
+            tensor: of any shape and dtype; integers, bool and sparse tensors are handed on as they are.
+
+        Returns:
+            A tensor that Horovod may add up over ranks (for a tensor that is compressed, float64 words that hold codes
+            as digits), and what ``decompress`` needs to know.
+
         Raises:
             UnsupportedOperationError: the tensor requires a gradient, which would be lost.
         """
@@ -119,7 +137,7 @@ class TwoBit(TwoBitParameters, Compressor):
 
     @staticmethod
     def decompress(tensor: torch.Tensor | None, ctx: Context) -> torch.Tensor | None:
-        """Horovod's second half of an exchange: the reduced tensor for what a collective returned.
+        """Horovod's second half of an exchange: the reduced tensor, in the shape and dtype of the one before.
 
         Args:
             tensor: what the collective returned; None for a gradient in a bucket.
@@ -151,7 +169,7 @@ class NamedTwoBit(NamedCompression, Compressor):
     """
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Context]:
-        """Horovod's first half of an allreduce.
+        """As ``TwoBit.compress``; what is not sent stays in the residual.
 
         Raises:
             ResidualError: the tensor had another shape before, or its last exchange has not ended.

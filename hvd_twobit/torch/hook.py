@@ -111,6 +111,12 @@ def _functions(module: Any) -> list[Expected]:
 def residuals_of(optimizer: torch.optim.Optimizer) -> ResidualRegistry:
     """The residuals of an optimizer made with ``hvd.DistributedOptimizer(..., compression=TwoBit)``.
 
+    Args:
+        optimizer: what ``hvd.DistributedOptimizer`` returned.
+
+    Returns:
+        The registry itself, by parameter name, not a copy; the same at every call.
+
     Raises:
         ConfigError: the optimizer does not use TwoBit.
     """

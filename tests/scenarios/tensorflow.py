@@ -11,6 +11,7 @@ from hvd_twobit.bench.tensorflow_exchange import Exchange, Gradients
 from tests.scenarios import (
     tensorflow_allreduce,
     tensorflow_bad_input,
+    tensorflow_documents,
     tensorflow_gradients,
     tensorflow_uses,
     tensorflow_variables,
@@ -32,6 +33,7 @@ def run() -> dict[str, Any]:
     if hvd.size() == 2:
         results["variables"] = tensorflow_variables.run()
         results["uses"] = tensorflow_uses.run()
+        results["documents"] = tensorflow_documents.run()
         results["allreduce"] = tensorflow_allreduce.run()
         results["allreduce_join"] = tensorflow_allreduce.join()
         results["bad_input"] = tensorflow_bad_input.run()

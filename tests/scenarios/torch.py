@@ -6,7 +6,14 @@ from typing import Any
 
 import horovod.torch as hvd
 
-from tests.scenarios import torch_allreduce, torch_amp, torch_bad_input, torch_optimizer, torch_payloads
+from tests.scenarios import (
+    torch_allreduce,
+    torch_amp,
+    torch_bad_input,
+    torch_documents,
+    torch_optimizer,
+    torch_payloads,
+)
 
 
 def run() -> dict[str, Any]:
@@ -16,6 +23,7 @@ def run() -> dict[str, Any]:
                                "allreduce": torch_allreduce.run()}
     if hvd.size() == 2:
         results["amp"] = torch_amp.run(list(torch_amp.CONFIGURATIONS))
+        results["documents"] = torch_documents.run()
         results["payloads"] = torch_payloads.run()
         results["two_optimizers"] = torch_bad_input.two_optimizers()
         results["allreduce_mistakes"] = torch_allreduce.mistakes()
