@@ -31,7 +31,7 @@ import hvd_twobit.torch
 from hvd_twobit import checkpoint, errors
 from hvd_twobit.cli import commands
 from hvd_twobit.codec import Codec
-from hvd_twobit.config import TRANSPORT_VARIABLE, TwoBitConfig
+from hvd_twobit.config import HIERARCHICAL_VARIABLE, TRANSPORT_VARIABLE, TwoBitConfig
 from hvd_twobit.residuals import ResidualRegistry
 
 from .documents import DOCS, Block, blocks, of_kind, pages
@@ -266,7 +266,7 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commands_are_understood_by_what_they_call(block: Block, monkeypatch: pytest.MonkeyPatch,
                                                    no_command_does_anything: None) -> None:
     for environment, words in commands_of(block):
-        assert environment.keys() <= {TRANSPORT_VARIABLE}
+        assert environment.keys() <= {TRANSPORT_VARIABLE, HIERARCHICAL_VARIABLE, "HOROVOD_DYNAMIC_PROCESS_SETS"}
         check_command(words, monkeypatch)
 
 
