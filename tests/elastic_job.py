@@ -54,7 +54,8 @@ class ElasticJob:
         output: the file with everything that horovodrun and the workers print.
     """
 
-    def __init__(self, program: str, folder: pathlib.Path, workers: int, most: int) -> None:
+    def __init__(self, program: str, folder: pathlib.Path, workers: int, most: int, least: int = 1,
+                 arguments: Sequence[str] = ()) -> None:
         self._folder = folder
         self._started = 0
         self._orders: dict[str, Any] = {}
@@ -70,9 +71,9 @@ class ElasticJob:
         # For so long a worker waits for one that joins, but also, now and then, for one whose world has failed already.
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
                        "HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
-        command = [sys.executable, "-m", "tests.horovodrun", "--gloo", "-np", str(workers), "--min-np", "1",
+        command = [sys.executable, "-m", "tests.horovodrun", "--gloo", "-np", str(workers), "--min-np", str(least),
                    "--max-np", str(most), "--host-discovery-script", str(script), "--network-interface", "lo",
-                   sys.executable, "-m", program, str(folder)]
+                   sys.executable, "-m", program, str(folder), *arguments]
         with self.output.open("w") as output:
             self.process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdin=subprocess.DEVNULL,
                                             stdout=output, stderr=subprocess.STDOUT)
@@ -152,11 +153,12 @@ class ElasticJob:
     def kill_within_a_step(self, host: str) -> None:
         """SIGKILL a worker that has encoded a gradient and not yet decoded what all ranks sent."""
         self.order(stop_after_encode=host)
-        worker = self.wait_for(f"a stop of {host} after encode", lambda: self._stopped(host))
+        worker = self.wait_for(f"a stop of {host} after encode", lambda: self.stopped(host))
         self.order(stop_after_encode=None)
         self.kill(worker)
 
-    def _stopped(self, host: str) -> Worker | None:
+    def stopped(self, host: str) -> Worker | None:
+        """The worker of a host once it stands still after ``encode``."""
         worker = self.worker_on(host)
         return worker if worker is not None and worker.last("encoded") else None
 
@@ -188,9 +190,13 @@ class ElasticJob:
 
 
 @contextlib.contextmanager
-def running(program: str, folder: pathlib.Path, workers: int = 2, most: int = 3) -> Iterator[ElasticJob]:
-    """Start a job of ``workers`` workers that may become ``most``, and end it in any case."""
-    job = ElasticJob(program, folder, workers, most)
+def running(program: str, folder: pathlib.Path, workers: int = 2, most: int = 3, least: int = 1,
+            arguments: Sequence[str] = ()) -> Iterator[ElasticJob]:
+    """Start a job of ``workers`` workers that may become ``most`` or ``least``, and end it in any case.
+
+    Workers run ``python -m program folder arguments``.
+    """
+    job = ElasticJob(program, folder, workers, most, least, arguments)
     try:
         yield job
     finally:
