@@ -100,6 +100,19 @@ def test_the_example_of_a_tape_learns_with_two_bits_per_element(tmp_path: pathli
     assert last["bytes_sent_per_step"] == COMPRESSED
 
 
+def test_readme_of_the_examples_names_each_of_them_and_their_flags() -> None:
+    folder = REPOSITORY / "examples"
+    readme = (folder / "README.md").read_text()
+    examples = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.py")}
+    assert set(re.findall(r"\]\((\w[\w/]*\.py)\)", readme)) == set(examples)
+    assert set(re.findall(r"examples/([\w/]+\.py)", readme)) <= set(examples)
+    for name, text in examples.items():
+        if "/" in name:
+            assert f"python examples/{name}" in text, "its docstring says how to run it"
+            for flag in re.findall(r"^    (--\S+)", readme, re.MULTILINE):
+                assert f'"{flag}"' in text, (name, flag)
+
+
 def test_an_example_tells_that_one_process_has_nothing_to_compress() -> None:
     command = [sys.executable, "examples/pytorch/pytorch_digits.py", "--twobit-allreduce", "--epochs", "1"]
     printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=120).stdout

@@ -1,8 +1,9 @@
 """Trains a small CNN on scikit-learn's digits while workers come and go, with the gradient compression of your choice.
 
     echo 'echo localhost:2' > discover_hosts.sh && chmod +x discover_hosts.sh
-    horovodrun --gloo -np 2 --min-np 1 --max-np 4 --host-discovery-script ./discover_hosts.sh \\
-        python examples/elastic/pytorch_digits_elastic.py --twobit-allreduce --epochs 100
+    horovodrun --gloo -np 2 --min-np 1 --max-np 4 --network-interfaces lo \\
+        --host-discovery-script ./discover_hosts.sh \\
+        python examples/elastic/pytorch_digits_elastic.py --twobit-allreduce --epochs 200
 
 Write another number of slots into discover_hosts.sh while it trains: workers join or leave. Where one is killed, the
 others go back to the last commit and train on. What two bits could not say yet, the residual, is part of the elastic
