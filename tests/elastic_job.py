@@ -55,8 +55,8 @@ class ElasticJob:
         output: the file with everything that horovodrun and the workers print.
     """
 
-    def __init__(self, program: str, folder: pathlib.Path, hosts: int, most: int, workers_per_host: int,
-                 environment: Mapping[str, str]) -> None:
+    def __init__(self, program: str, folder: pathlib.Path, hosts: int, most: int, least: int, workers_per_host: int,
+                 arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._folder = folder
         self._workers_per_host = workers_per_host
         self._started = 0
@@ -74,8 +74,9 @@ class ElasticJob:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
                        "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", **environment}
         command = [sys.executable, "-m", "tests.horovodrun", "--gloo", "-np", str(hosts * workers_per_host),
-                   "--min-np", "1", "--max-np", str(most * workers_per_host), "--host-discovery-script", str(script),
-                   "--network-interface", "lo", sys.executable, "-m", program, str(folder)]
+                   "--min-np", str(least * workers_per_host), "--max-np", str(most * workers_per_host),
+                   "--host-discovery-script", str(script), "--network-interface", "lo",
+                   sys.executable, "-m", program, str(folder), *arguments]
         with self.output.open("w") as output:
             self.process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdin=subprocess.DEVNULL,
                                             stdout=output, stderr=subprocess.STDOUT)
@@ -156,11 +157,12 @@ class ElasticJob:
     def kill_within_a_step(self, host: str) -> None:
         """SIGKILL a worker that has encoded a gradient and not yet decoded what all ranks sent."""
         self.order(stop_after_encode=host)
-        worker = self.wait_for(f"a stop of {host} after encode", lambda: self._stopped(host))
+        worker = self.wait_for(f"a stop of {host} after encode", lambda: self.stopped(host))
         self.order(stop_after_encode=None)
         self.kill(worker)
 
-    def _stopped(self, host: str) -> Worker | None:
+    def stopped(self, host: str) -> Worker | None:
+        """The worker of a host once it stands still after ``encode``."""
         worker = self.worker_on(host)
         return worker if worker is not None and worker.last("encoded") else None
 
@@ -192,10 +194,14 @@ class ElasticJob:
 
 
 @contextlib.contextmanager
-def running(program: str, folder: pathlib.Path, hosts: int = 2, most: int = 3, workers_per_host: int = 1,
+def running(program: str, folder: pathlib.Path, hosts: int = 2, most: int = 3, least: int = 1,
+            workers_per_host: int = 1, arguments: Sequence[str] = (),
             environment: Mapping[str, str] | None = None) -> Iterator[ElasticJob]:
-    """Start a job on ``hosts`` hosts that may become ``most``, and end it in any case."""
-    job = ElasticJob(program, folder, hosts, most, workers_per_host, environment or {})
+    """Start a job on ``hosts`` hosts that may become ``most`` or ``least``, and end it in any case.
+
+    Workers run ``python -m program folder arguments``, with these variables beside this process's.
+    """
+    job = ElasticJob(program, folder, hosts, most, least, workers_per_host, arguments, environment or {})
     try:
         yield job
     finally:
