@@ -14,6 +14,7 @@ import pytest
 from hvd_twobit.bench.collectives import Measured, _report, verdict_of
 from hvd_twobit.bench.methods import METHODS
 from hvd_twobit.bench.rounds import Summary
+from hvd_twobit.cost_model import HIERARCHICAL
 
 from .jobs import results_of, waits_for_the_job
 from .launcher import REPOSITORY, horovodrun
@@ -41,7 +42,7 @@ def test_every_method_is_measured_in_every_round_on_every_rank(measured: dict[st
     assert (measured["ranks"], measured["machines"], measured["elements"]) == (2, 1, [ELEMENTS])
     assert len(measured["rounds"]) == 2
     for of_round in measured["rounds"]:
-        assert list(of_round) == list(METHODS)
+        assert list(of_round) == [name for name in METHODS if name != HIERARCHICAL], "one machine has one level"
         assert all(len(of_method["seconds"]) == 2 and min(of_method["seconds"]) > 0 for of_method in of_round.values())
     assert measured["verdict"].startswith(("TwoBit helps here: ", "TwoBit does not help here: "))
 
@@ -78,6 +79,9 @@ def summaries(**seconds: float) -> dict[str, Summary]:
     (dict(none=1.0, fp16=0.4, allgather=2.0, sra=0.5, allreduce=2.0, auto=2.0),
      'TwoBit does not help here: fastest is fp16; compression=TwoBit(transport="sra") exchanges 2.00 times as fast as '
      "fp32, 0.80 times as fast as fp16."),
+    (dict(none=1.0, fp16=0.6, sra=0.5, auto=0.5, hierarchical=0.25),
+     "TwoBit helps here: compression=TwoBit(hierarchical=True) exchanges 4.00 times as fast as fp32, 2.40 times as fast "
+     "as fp16."),
 ])
 def test_the_verdict_is_the_best_choice_and_its_factor(seconds: dict[str, float], verdict: str) -> None:
     assert verdict_of(summaries(**seconds)) == verdict
@@ -85,13 +89,18 @@ def test_the_verdict_is_the_best_choice_and_its_factor(seconds: dict[str, float]
 
 def test_the_table_fits_80_characters_and_ends_with_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     rounds = [{name: {"seconds": [12.3456], "sent": [102_400_000]} for name in METHODS}] * 3
-    _report(Measured("resnet50", [25_600_000], "torch", 16, 4, rounds), as_json=False)
+    _report(Measured("resnet50", [25_600_000], "torch", 16, 4, 4, rounds), as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert "25,600,000 elements, tensors: 1; 16 ranks, machines: 4; torch, rounds: 3" == lines[0]
     assert not [line for line in lines if "…" in line]
     row = next(line.split() for line in lines if line.startswith("fp32"))
     assert row == ["fp32", "12,345.6", "12,346-12,346", "1.00", "1.00", "102.40", "192.00"]
     assert lines[-1].startswith("TwoBit does not help here")
+
+
+def test_two_levels_are_measured_where_machines_have_several_ranks() -> None:
+    assert METHODS[HIERARCHICAL].unavailable(ranks_per_machine=2) is None
+    assert METHODS[HIERARCHICAL].unavailable() == "it needs machines with several ranks"
 
 
 def test_one_process_is_told_what_to_do_with_exit_status_2() -> None:
