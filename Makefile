@@ -14,7 +14,7 @@ NETWORK_ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL = help
-.PHONY: help setup demo test soak bench bench-network lint clean
+.PHONY: help setup demo test soak bench bench-network docs lint clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,8 +37,11 @@ bench: setup  ## measure the kernels
 bench-network: setup  ## measure exchanges over links of 100 Mbit/s to 10 Gbit/s as root; writes docs/benchmarks.md
 	@.venv/bin/python -m benchmarks.network $(NETWORK_ARGS)
 
+docs: setup  ## build the documentation into build/docs, for build/docs/index.html in a browser
+	@.venv/bin/python -m sphinx -W --keep-going -q docs build/docs
+
 lint: setup  ## check style and types
-	@.venv/bin/python -m ruff check hvd_twobit benchmarks examples tests
+	@.venv/bin/python -m ruff check
 	@.venv/bin/python -m mypy
 
 clean:  ## remove .venv and everything else that was made here (the cached wheel of Horovod stays)

@@ -24,7 +24,8 @@ LINES = ("solid", "dashed", "dotted", "dashdot")
 def name_of(run):
     arguments = run["arguments"]
     if arguments["twobit_allreduce"]:
-        return f"TwoBit {arguments['twobit_threshold']}"
+        transport = arguments["twobit_transport"]
+        return f"TwoBit {arguments['twobit_threshold']}" + ("" if transport == "auto" else f" {transport}")
     return "fp16" if arguments["fp16_allreduce"] else "uncompressed"
 
 

@@ -123,7 +123,7 @@ class Codec:
         warns: whether to log when a fixed threshold does not fit; one rank is enough.
     """
 
-    def __init__(self, config: TwoBitConfig, residuals: ResidualRegistry, backend: str = "numba",
+    def __init__(self, config: TwoBitConfig, residuals: ResidualRegistry, backend: str = kernels.DEFAULT_BACKEND,
                  warns: bool = True) -> None:
         self._config = config
         self._warns = warns

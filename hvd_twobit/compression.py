@@ -7,8 +7,9 @@ A front end's class adds Horovod's ``Compressor`` of its framework; see ``torch.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from .config import TwoBitConfig, describe
 from .errors import ConfigError
@@ -61,12 +62,16 @@ def is_twobit(compression: Any) -> bool:
 
 
 class TwoBitParameters:
-    """The parameters of 2-bit compression; the front ends' ``TwoBit`` classes document them."""
+    """The parameters of 2-bit compression; the front ends' ``TwoBit`` classes document them.
+
+    ``unknown`` takes what is refused by name, with the nearest valid one; its type lets type checkers refuse it too.
+    """
 
     def __init__(self, threshold: float | str | None = None, *, positive_threshold: float | None = None,
                  negative_threshold: float | None = None, min_elements: int | None = None,
                  warmup_steps: int | None = None, block_elements: int | None = None, transport: str | None = None,
-                 bucket_cap_mb: float | None = None, hierarchical: bool | str | None = None, **unknown: Any) -> None:
+                 bucket_cap_mb: float | None = None, hierarchical: bool | str | None = None,
+                 **unknown: NoReturn) -> None:
         self.config = TwoBitConfig.from_arguments(
             threshold, positive_threshold, negative_threshold, block_elements, min_elements=min_elements,
             warmup_steps=warmup_steps, transport=transport, bucket_cap_mb=bucket_cap_mb, hierarchical=hierarchical,
@@ -91,8 +96,9 @@ class TwoBitParameters:
         """The object of this class that a user's ``compression=`` means, or None if it is another compression.
 
         Raises:
-            ConfigError: it is one for a single tensor.
+            ConfigError: it is one for a single tensor, or of another front end.
         """
+        cls.refuse_foreign(compression)
         if isinstance(compression, NamedCompression):
             raise ConfigError(f"{compression!r} is for one tensor that is handed to hvd.allreduce: an optimizer or "
                               "tape takes TwoBit itself and knows the names of its tensors")
@@ -100,5 +106,25 @@ class TwoBitParameters:
             return compression()
         return compression if isinstance(compression, cls) else None
 
+    @classmethod
+    def refuse_foreign(cls, compression: Any) -> None:
+        """Raise ConfigError if a user's ``compression=`` is a ``TwoBit`` of another framework, or no ``TwoBit`` but a
+        module that has one."""
+        name = _package_of(cls)
+        if isinstance(compression, types.ModuleType) and compression.__name__.partition(".")[0] == "hvd_twobit":
+            raise ConfigError(f"compression={compression.__name__} is a module: pass the class in it, {name}.TwoBit")
+        if is_twobit(compression):
+            given = compression if isinstance(compression, type) else type(compression)
+            other = _package_of(given)
+            if other != name:
+                raise ConfigError(f"{other}.{given.__name__} does not go with horovod.{name.rpartition('.')[2]}: take "
+                                  f"TwoBit from {name}")
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe(self.config)})"
+
+
+def _package_of(cls: type) -> str:
+    """The front end that a class belongs to."""
+    return next(".".join(base.__module__.split(".")[:2]) for base in cls.__mro__
+                if base.__module__.startswith("hvd_twobit."))

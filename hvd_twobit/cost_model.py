@@ -29,6 +29,13 @@ that of the processor's TCP if it is less. As Horovod 0.28.1 does it on Gloo:
 - In a ring allreduce, Gloo adds one segment while another is on the way: the reduce-scatter, half of the bytes, takes
   as long as its additions or its bytes, whichever is more. Copies to the fusion buffer and back come on top.
 
+**Machines.** Where several ranks share a machine and its link, bytes are those of the machine. A ring over ranks that
+are numbered machine by machine crosses the link once in each direction, so allgather and allreduce carry over it what
+they carry to one rank. ``sra``'s alltoall carries what each of the machine's ranks gets from all others.
+``hierarchical`` (two levels, see ``hierarchy``) has as many exchanges between machines at a time as a machine has
+ranks, each of one share of the bucket, by the transport that ``choose`` takes for it; before and after, ranks of the
+machine hand each other shares at ``tcp_s``, without latency.
+
 **Buckets.** TwoBit's exchange is cut into buckets of at most ``bucket_cap_mb`` MiB of float32 gradient, larger tensors
 too; each has collectives of its own. Horovod's own allreduces are fused up to 128 MiB (HOROVOD_FUSION_THRESHOLD).
 
@@ -61,6 +68,8 @@ from .payload import HEADER_NBYTES, Layout
 
 UNCOMPRESSED = ("fp32", "fp16")
 METHODS = (*UNCOMPRESSED, *TRANSPORTS, AUTO)
+HIERARCHICAL = "hierarchical"
+"""The method of two levels, where a machine has several ranks; how shares travel is chosen as by ``AUTO``."""
 
 MAX_RANKS = 2**15 - 1
 """Sums of more ranks would not fit into ``sra``'s largest fields, of 16 bits."""
@@ -162,9 +171,9 @@ class Cost:
     """What an exchange costs.
 
     Attributes:
-        method: one of ``METHODS``.
+        method: one of ``METHODS``, or ``HIERARCHICAL``.
         buckets: pieces that are exchanged one after the other.
-        nbytes: bytes that a rank receives.
+        nbytes: bytes that a rank receives, or a machine over its link where it has several.
         exchange_s: seconds in which Horovod's thread is busy.
         compute_s: seconds in which training's threads compress and decompress.
         seconds: from the beginning of the exchange to its end.
@@ -219,37 +228,49 @@ def choose(elements: int, ranks: int, *, adaptive: bool = True, link: Link = DEF
     return min(TRANSPORTS if adaptive else ("allgather", "sra"), key=seconds)
 
 
-def cost(method: str, elements: int, ranks: int, *, adaptive: bool = True, link: Link = DEFAULT_LINK,
-         bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB, processor: Processor = DEFAULT_PROCESSOR) -> Cost:
+def cost(method: str, elements: int, ranks: int, *, ranks_per_machine: int = 1, adaptive: bool = True,
+         link: Link = DEFAULT_LINK, bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
+         processor: Processor = DEFAULT_PROCESSOR) -> Cost:
     """What one exchange of a gradient costs.
 
     Args:
         method: ``"fp32"``, ``"fp16"``, a transport of TwoBit, or ``"auto"``, which takes for each bucket what
-            ``choose`` says of it (for ``DEFAULT_LINK``, as training does not know its link).
+            ``choose`` says of it (for ``DEFAULT_LINK``, as training does not know its link), or ``HIERARCHICAL``.
         elements: float32 elements of all tensors, 1 or more.
         ranks: number of ranks, 2 to 32,767.
+        ranks_per_machine: how many of them share a machine and its link.
         adaptive: whether levels follow the gradient.
-        link: the network between ranks.
+        link: the network between ranks, or between machines.
         bucket_cap_mb: most MiB of float32 gradient in a bucket of TwoBit.
         processor: how fast a rank computes.
 
     Raises:
         ConfigError: an argument cannot be used.
     """
-    if method not in METHODS:
-        raise ConfigError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+    if method not in (*METHODS, HIERARCHICAL):
+        raise ConfigError(f"unknown method {method!r}; known: {', '.join((*METHODS, HIERARCHICAL))}")
     _check_count("elements", elements, 1)
     _check_count("ranks", ranks, 2)
     if ranks > MAX_RANKS:
         raise ConfigError(f"ranks must be at most {MAX_RANKS:,}, not {ranks}: fields of 16 bits hold no sum of more")
+    _check_count("ranks_per_machine", ranks_per_machine, 1)
+    if ranks % ranks_per_machine or ranks == ranks_per_machine:
+        raise ConfigError(f"{ranks} ranks cannot be {ranks_per_machine} on each of several machines")
     if method in UNCOMPRESSED:
         width = 4 if method == "fp32" else 2
         sizes = _sizes(elements, _FUSION_NBYTES // width)
         return _total(method, [(_uncompressed(width, size, ranks, link, processor), times) for size, times in sizes])
     sizes = _sizes(elements, bucket_elements(bucket_cap_mb))
-    transports = [choose(size, ranks, adaptive=adaptive) if method == AUTO else method for size, _ in sizes]
-    return _total(method, [(_TWOBIT[transport](size, ranks, adaptive, link, processor), times)
-                           for transport, (size, times) in zip(transports, sizes)], tuple(dict.fromkeys(transports)))
+    if method == HIERARCHICAL:
+        machines = ranks // ranks_per_machine
+        transports = [choose(-(-size // ranks_per_machine), machines, adaptive=adaptive) for size, _ in sizes]
+        buckets = [(_two_levels(transport, size, machines, ranks_per_machine, adaptive, link, processor), times)
+                   for transport, (size, times) in zip(transports, sizes)]
+    else:
+        transports = [choose(size, ranks, adaptive=adaptive) if method == AUTO else method for size, _ in sizes]
+        buckets = [(_TWOBIT[transport](size, ranks, adaptive, link, processor, ranks_per_machine), times)
+                   for transport, (size, times) in zip(transports, sizes)]
+    return _total(method, buckets, tuple(dict.fromkeys(transports)))
 
 
 def bucket_elements(bucket_cap_mb: float) -> int:
@@ -265,13 +286,15 @@ def _uncompressed(width: int, elements: int, ranks: int, link: Link, processor: 
     return _Bucket(nbytes, exchange_s, elements * cast_s)
 
 
-def _allgather(elements: int, ranks: int, adaptive: bool, link: Link, processor: Processor) -> _Bucket:
+def _allgather(elements: int, ranks: int, adaptive: bool, link: Link, processor: Processor,
+               ranks_per_machine: int = 1) -> _Bucket:
     nbytes = (ranks - 1) * _payload_nbytes(elements, adaptive)
     return _Bucket(nbytes, _gathering(nbytes, ranks, link, processor) + _waiting(ranks - 1, ranks, link, processor),
                    elements * (processor.quantize_s + processor.unpack_s + ranks * processor.unpack_payload_s))
 
 
-def _sra(elements: int, ranks: int, adaptive: bool, link: Link, processor: Processor) -> _Bucket:
+def _sra(elements: int, ranks: int, adaptive: bool, link: Link, processor: Processor,
+         ranks_per_machine: int = 1) -> _Bucket:
     # Bytes of the first rank, whose chunk is the largest. Sums, and their decoding, are given the time of unpack_sum
     # over as many payloads: they move as many bytes.
     blocks = _blocks(elements)
@@ -280,7 +303,7 @@ def _sra(elements: int, ranks: int, adaptive: bool, link: Link, processor: Proce
     others_sums = -(-(elements - own) * count_bits(ranks) // 8) + (ranks - 1) * HEADER_NBYTES
     if adaptive:
         others_sums += 4 * (blocks - own_blocks)
-    nbytes = (ranks - 1) * _payload_nbytes(own, adaptive) + others_sums
+    nbytes = ranks_per_machine * (ranks - ranks_per_machine) * _payload_nbytes(own, adaptive) + others_sums
     waiting_s = _waiting(2, ranks, link, processor) + _waiting(ranks - 1, ranks, link, processor)
     compute_s = (elements * processor.quantize_s
                  + own * (processor.unpack_s + ranks * processor.unpack_payload_s)
@@ -288,7 +311,8 @@ def _sra(elements: int, ranks: int, adaptive: bool, link: Link, processor: Proce
     return _Bucket(nbytes, _gathering(nbytes, ranks, link, processor) + waiting_s, compute_s)
 
 
-def _allreduce(elements: int, ranks: int, adaptive: bool, link: Link, processor: Processor) -> _Bucket:
+def _allreduce(elements: int, ranks: int, adaptive: bool, link: Link, processor: Processor,
+               ranks_per_machine: int = 1) -> _Bucket:
     integers = (Tallies(ranks, 1).integers(-(-elements // ELEMENTS_PER_WORD)) + ranks * HEADER_NBYTES // 4
                 + _blocks(elements))
     if adaptive:
@@ -297,8 +321,23 @@ def _allreduce(elements: int, ranks: int, adaptive: bool, link: Link, processor:
     return _Bucket(nbytes, exchange_s, elements * (processor.quantize_s + processor.digits_s))
 
 
-_TWOBIT: dict[str, Callable[[int, int, bool, Link, Processor], _Bucket]] = {
-    "allgather": _allgather, "sra": _sra, "allreduce": _allreduce}
+_TWOBIT: dict[str, Callable[..., _Bucket]] = {"allgather": _allgather, "sra": _sra, "allreduce": _allreduce}
+
+
+def _two_levels(transport: str, elements: int, machines: int, ranks_per_machine: int, adaptive: bool, link: Link,
+                processor: Processor) -> _Bucket:
+    """A bucket that a machine's ranks divide; the one with the largest share is the last."""
+    blocks = _blocks(elements)
+    edges = [min(blocks * number // ranks_per_machine * DEFAULT_BLOCK_ELEMENTS, elements)
+             for number in range(ranks_per_machine + 1)]
+    shares = [stop - start for start, stop in zip(edges, edges[1:])]
+    own = max(shares)
+    shared = dataclasses.replace(link, bits_per_second=link.bits_per_second / ranks_per_machine)
+    across = _TWOBIT[transport](own, machines, adaptive, shared, processor)
+    nbytes = sum(_TWOBIT[transport](share, machines, adaptive, shared, processor).nbytes for share in shares if share)
+    within_nbytes = 4 * (ranks_per_machine - 1) * own + 4 * (elements - own)
+    return _Bucket(nbytes, across.exchange_s + within_nbytes * processor.tcp_s + 2 * processor.cycle_s,
+                   across.compute_s + own * (ranks_per_machine - 1) * processor.add_s + elements * processor.copy_s)
 
 
 def _blocks(elements: int) -> int:

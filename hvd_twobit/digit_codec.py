@@ -61,7 +61,7 @@ class DigitCodec:
         warns: whether to log when a fixed threshold does not fit; one rank is enough.
     """
 
-    def __init__(self, config: TwoBitConfig, residuals: ResidualRegistry, backend: str = "numba",
+    def __init__(self, config: TwoBitConfig, residuals: ResidualRegistry, backend: str = kernels.DEFAULT_BACKEND,
                  warns: bool = True) -> None:
         self._config = config
         self._residuals = residuals
@@ -189,7 +189,7 @@ class DigitCodec:
 
 
 def quantize_once(config: TwoBitConfig, tensor: np.ndarray, rank: int, ranks: int,
-                  backend: str = "numba") -> np.ndarray:
+                  backend: str = kernels.DEFAULT_BACKEND) -> np.ndarray:
     """The words of a tensor that is exchanged once; what two bits cannot say of it is lost.
 
     Args:
@@ -215,7 +215,7 @@ def quantize_once(config: TwoBitConfig, tensor: np.ndarray, rank: int, ranks: in
 
 
 def sum_of(config: TwoBitConfig, words: np.ndarray, tensor: str, rank: int, ranks: int, out: np.ndarray,
-           backend: str = "numba") -> None:
+           backend: str = kernels.DEFAULT_BACKEND) -> None:
     """Overwrite ``out`` with the scaled sum that reduced words of ``quantize_once`` tell.
 
     Args:

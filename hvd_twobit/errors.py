@@ -31,5 +31,13 @@ class UnsupportedOperationError(TwoBitError, NotImplementedError):
     """Something that Horovod offers and 2-bit compression cannot do (Adasum, complex gradients)."""
 
 
+class RequirementError(TwoBitError, ImportError):
+    """What a front end needs is not installed, or does not load: its framework, or Horovod compiled against it."""
+
+
+class WrongImportError(TwoBitError, ImportError):
+    """Something was looked for in ``hvd_twobit`` that each front end has its own of."""
+
+
 class UnsupportedHorovodError(TwoBitError, ImportError):
     """The installed Horovod is not one whose internals hvd_twobit knows."""

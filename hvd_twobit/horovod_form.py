@@ -35,11 +35,16 @@ class Expected:
     uses: Sequence[str] = ()
 
 
-def check_form(version: str, functions: Iterable[Expected]) -> None:
-    """Raise UnsupportedHorovodError unless the version is supported and the functions have the expected form."""
+def check_version(version: str) -> None:
+    """Raise UnsupportedHorovodError unless the version is supported."""
     if version not in SUPPORTED_HOROVOD:
         raise UnsupportedHorovodError(f"Horovod {version} is installed, hvd_twobit supports {_supported()}: "
                                       f"install horovod=={SUPPORTED_HOROVOD[-1]}")
+
+
+def check_form(version: str, functions: Iterable[Expected]) -> None:
+    """Raise UnsupportedHorovodError unless the version is supported and the functions have the expected form."""
+    check_version(version)
     for expected in functions:
         function = inspect.unwrap(getattr(expected.owner, expected.function, None) or object)
         found = list(inspect.signature(function).parameters)

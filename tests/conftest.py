@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 
+from hvd_twobit import kernels
 from hvd_twobit.residuals import ResidualRegistry
 
 
@@ -16,3 +19,9 @@ def registry() -> ResidualRegistry:
     made.residual("a", (2, 3))[:] = [3, 0, 0, 0, 0, 4]
     made.residual("b", ())[:] = -2
     return made
+
+
+@pytest.fixture(params=list(kernels.BACKENDS))
+def backend(request: pytest.FixtureRequest) -> types.ModuleType:
+    """The module of each kernel backend in turn."""
+    return kernels.load(request.param)

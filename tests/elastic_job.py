@@ -1,7 +1,8 @@
 """An elastic Horovod job on this machine, whose hosts change while it runs, and what its workers tell.
 
 ``horovodrun`` asks a script for the hosts once a second; here that script shows a file. As Horovod never uses a host
-again on which a worker failed, every worker has a host of its own: names of this machine that differ in case. Workers
+again on which a worker failed, every worker has a host of its own, or shares one with those that go when it goes:
+names of this machine that differ in case. Workers
 run a program of ``tests.scenarios``, write what happens to them to a file each, and read what they are to do from one;
 see ``tests.scenarios.elastic``.
 """
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from .launcher import REPOSITORY
@@ -50,29 +51,32 @@ class ElasticJob:
     """A running job; see ``running``.
 
     Attributes:
-        hosts: where workers are to run, one on each.
+        hosts: where workers are to run, as many on each.
         output: the file with everything that horovodrun and the workers print.
     """
 
-    def __init__(self, program: str, folder: pathlib.Path, workers: int, most: int) -> None:
+    def __init__(self, program: str, folder: pathlib.Path, hosts: int, most: int, least: int, workers_per_host: int,
+                 arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._folder = folder
+        self._workers_per_host = workers_per_host
         self._started = 0
         self._orders: dict[str, Any] = {}
         self._read: dict[pathlib.Path, tuple[int, list[dict[str, Any]]]] = {}
         self.hosts: list[str] = []
         self.output = folder / "output"
         self.order()
-        for _ in range(workers):
+        for _ in range(hosts):
             self.add_host()
         script = folder / "discover.sh"
         script.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
         script.chmod(0o755)
         # For so long a worker waits for one that joins, but also, now and then, for one whose world has failed already.
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
-                       "HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
-        command = [sys.executable, "-m", "tests.horovodrun", "--gloo", "-np", str(workers), "--min-np", "1",
-                   "--max-np", str(most), "--host-discovery-script", str(script), "--network-interface", "lo",
-                   sys.executable, "-m", program, str(folder)]
+                       "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", **environment}
+        command = [sys.executable, "-m", "tests.horovodrun", "--gloo", "-np", str(hosts * workers_per_host),
+                   "--min-np", str(least * workers_per_host), "--max-np", str(most * workers_per_host),
+                   "--host-discovery-script", str(script), "--network-interface", "lo",
+                   sys.executable, "-m", program, str(folder), *arguments]
         with self.output.open("w") as output:
             self.process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdin=subprocess.DEVNULL,
                                             stdout=output, stderr=subprocess.STDOUT)
@@ -90,7 +94,7 @@ class ElasticJob:
 
     def _set_hosts(self, hosts: list[str]) -> None:
         self.hosts = hosts
-        _replace(self._folder / "hosts", "".join(f"{host}:1\n" for host in hosts))
+        _replace(self._folder / "hosts", "".join(f"{host}:{self._workers_per_host}\n" for host in hosts))
 
     def order(self, **orders: Any) -> None:
         """Tell all workers something; they read it before their next step."""
@@ -115,7 +119,7 @@ class ElasticJob:
         return events
 
     def worker_on(self, host: str) -> Worker | None:
-        """The worker of a host."""
+        """The worker of a host, or one of them."""
         return next((worker for worker in self.workers() if worker.host == host), None)
 
     def wait_for(self, what: str, condition: Callable[[], Result | None], deadline_s: float = DEADLINE_S) -> Result:
@@ -140,7 +144,8 @@ class ElasticJob:
         def formed() -> list[Worker] | None:
             workers = [worker for worker in self.workers() if worker.host in self.hosts]
             worlds = [worker.last("world") for worker in workers]
-            if len(workers) != len(self.hosts) or not all(worlds) or len({world["world"] for world in worlds}) != 1:
+            if (len(workers) != len(self.hosts) * self._workers_per_host or not all(worlds)
+                    or len({world["world"] for world in worlds}) != 1):
                 return None
             if worlds[0]["size"] != len(workers) or any(_steps(worker, worlds[0]["world"]) < steps
                                                         for worker in workers):
@@ -152,11 +157,12 @@ class ElasticJob:
     def kill_within_a_step(self, host: str) -> None:
         """SIGKILL a worker that has encoded a gradient and not yet decoded what all ranks sent."""
         self.order(stop_after_encode=host)
-        worker = self.wait_for(f"a stop of {host} after encode", lambda: self._stopped(host))
+        worker = self.wait_for(f"a stop of {host} after encode", lambda: self.stopped(host))
         self.order(stop_after_encode=None)
         self.kill(worker)
 
-    def _stopped(self, host: str) -> Worker | None:
+    def stopped(self, host: str) -> Worker | None:
+        """The worker of a host once it stands still after ``encode``."""
         worker = self.worker_on(host)
         return worker if worker is not None and worker.last("encoded") else None
 
@@ -188,9 +194,14 @@ class ElasticJob:
 
 
 @contextlib.contextmanager
-def running(program: str, folder: pathlib.Path, workers: int = 2, most: int = 3) -> Iterator[ElasticJob]:
-    """Start a job of ``workers`` workers that may become ``most``, and end it in any case."""
-    job = ElasticJob(program, folder, workers, most)
+def running(program: str, folder: pathlib.Path, hosts: int = 2, most: int = 3, least: int = 1,
+            workers_per_host: int = 1, arguments: Sequence[str] = (),
+            environment: Mapping[str, str] | None = None) -> Iterator[ElasticJob]:
+    """Start a job on ``hosts`` hosts that may become ``most`` or ``least``, and end it in any case.
+
+    Workers run ``python -m program folder arguments``, with these variables beside this process's.
+    """
+    job = ElasticJob(program, folder, hosts, most, least, workers_per_host, arguments, environment or {})
     try:
         yield job
     finally:
@@ -219,7 +230,7 @@ class Comparison:
 def compare(workers: Sequence[Worker]) -> Comparison:
     """Compare all that workers have told: weights and levels of all ranks, residuals before and after failures."""
     found = Comparison()
-    states: dict[tuple[str, str, int], set[tuple[str, str]]] = {}
+    states: dict[tuple[str, str, int, int], set[tuple[str, str]]] = {}
     for worker in workers:
         committed, failed = None, None
         for event in worker.events:
@@ -238,7 +249,8 @@ def compare(workers: Sequence[Worker]) -> Comparison:
                 failed = None
             if event["kind"] in ("commit", "world"):
                 # A batch that failed is trained again in the next world.
-                place = (event["kind"], event["world"], event["batch"])
+                # On two levels, ranks of one number have the same levels.
+                place = (event["kind"], event["world"], event["batch"], event.get("number", 0))
                 states.setdefault(place, set()).add((event["weights"], event["levels"]))
     found.problems += [f"ranks differ in weights or levels at {place}: {different}"
                        for place, different in states.items() if len(different) > 1]

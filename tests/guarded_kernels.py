@@ -26,6 +26,7 @@ from hvd_twobit.kernels import (
     whole_tensor,
 )
 
+from .backends import DEFINITION, OTHERS
 from .guarded import Guarded
 
 SIZES = [*range(71), 79, 80, 81, *range(1007, 1042), 2047, 2048, 2049, 4096, 4103]
@@ -42,20 +43,24 @@ def main() -> None:
     if len(sys.argv) > 1:
         touched = ctypes.c_char.from_address(memory[0].beyond(sys.argv[1] == "end")).value
         raise SystemExit(f"the guard did not hold: {touched!r}")
-    compiled, definition = kernels.load("numba"), kernels.load("numpy")
+    for name in OTHERS:
+        _try(kernels.load(name), memory)
+
+
+def _try(compiled: Any, memory: Sequence[Guarded]) -> None:
     random = np.random.default_rng(0)
     tried = 0
     for elements, at_end in itertools.product(SIZES, (True, False)):
         for block_elements in sorted({16, 48, 1024, whole_tensor(elements)}):
-            _quantize(compiled, definition, random, memory, elements, block_elements, at_end)
+            _quantize(compiled, DEFINITION, random, memory, elements, block_elements, at_end)
             for ranks, equal in itertools.product(RANKS, (True, False)):
-                _unpack(compiled, definition, random, memory, elements, block_elements, ranks, equal, at_end)
+                _unpack(compiled, DEFINITION, random, memory, elements, block_elements, ranks, equal, at_end)
             for digits in DIGITS:
-                _digits(compiled, definition, random, memory, elements, block_elements, digits, at_end)
+                _digits(compiled, DEFINITION, random, memory, elements, block_elements, digits, at_end)
             tried += 1 + 2 * len(RANKS) + 2 * len(DIGITS)
         for planes, bits in itertools.product((1, 2), COUNT_BITS):
-            _count(compiled, definition, random, memory, elements, planes, bits, at_end)
-            _tally(compiled, definition, random, memory, elements, Tallies((1 << (bits - 1)) - 1, planes), bits, at_end)
+            _count(compiled, DEFINITION, random, memory, elements, planes, bits, at_end)
+            _tally(compiled, DEFINITION, random, memory, elements, Tallies((1 << (bits - 1)) - 1, planes), bits, at_end)
             tried += 4
     print(tried, "calls stayed within their arrays")
 

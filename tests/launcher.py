@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import types
 from typing import Any
 
 import numpy as np
@@ -103,8 +104,23 @@ def _load(stem: pathlib.Path) -> Any:
                           object_hook=lambda item: arrays[item["__array__"]] if "__array__" in item else item)
 
 
+def without_torch_compile() -> None:
+    """Keep PyTorch 2.13 from importing torch.compile when the first optimizer is made: five seconds of every process.
+
+    Nothing is compiled here, and without that the two functions that optimizers call in it do nothing.
+    """
+    import torch
+
+    dynamo: Any = types.ModuleType("torch._dynamo")
+    dynamo.disable = lambda function, *arguments, **options: function
+    dynamo.graph_break = lambda: None
+    sys.modules[dynamo.__name__] = torch._dynamo = dynamo
+
+
 def _main() -> None:
     folder, framework, function, arguments = sys.argv[1:]
+    if framework == "torch":
+        without_torch_compile()
     hvd = importlib.import_module(f"horovod.{framework}")
     module, name = function.split(":")
     target = getattr(importlib.import_module(module), name)

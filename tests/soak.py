@@ -39,7 +39,7 @@ class Soak:
         while not self._time_is_up():
             self.jobs += 1
             with tempfile.TemporaryDirectory(prefix="hvd_twobit_soak_") as folder, \
-                    running(self._program, pathlib.Path(folder), workers=2, most=MOST_WORKERS) as job:
+                    running(self._program, pathlib.Path(folder), hosts=2, most=MOST_WORKERS) as job:
                 try:
                     self._disturb(job)
                 except AssertionError as error:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvd_twobit import kernels
 from hvd_twobit.buckets import Bucket, plan
 from hvd_twobit.codec import Codec
-from hvd_twobit.config import TwoBitConfig
+from hvd_twobit.config import TRANSPORTS, TwoBitConfig
 from hvd_twobit.errors import PayloadError, ResidualError
 from hvd_twobit.residuals import ResidualRegistry
 
@@ -24,8 +25,9 @@ SHAPE = (37, 61)
 ELEMENTS = 37 * 61
 
 
-@pytest.fixture(params=["numpy", "numba"])
+@pytest.fixture(params=list(kernels.BACKENDS))
 def backend(request: pytest.FixtureRequest) -> str:
+    """The name of each kernel backend in turn."""
     return request.param
 
 
@@ -56,7 +58,7 @@ def test_three_ranks_exchange_what_the_simulation_says(backend: str, thresholds:
                 assert_same_bits(registry[name].reshape(-1), tensor.residuals[rank], f"residual {name}")
 
 
-@pytest.mark.parametrize("transport", ["allgather", "sra", "allreduce"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_tensor_that_is_cut_into_buckets_is_the_same_as_a_whole_one(transport: str) -> None:
     whole, cut = ([adaptive("numba", min_elements=0, block_elements=64) for _ in range(5)] for _ in range(2))
     values = [gradient(1, rank, 0, "w", (2000,)) for rank in range(5)]
@@ -157,16 +159,17 @@ def exchange(ranks: Sequence[Codec], gradients: Sequence[np.ndarray], scale: flo
 
 @pytest.mark.parametrize("elements", [0, 1, 16, 1024, 1025, 4000])
 @pytest.mark.parametrize("block_elements", [16, 1024])
-@pytest.mark.parametrize("transport", ["allgather", "sra", "allreduce"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_adaptive_levels_are_those_of_the_simulation(elements: int, block_elements: int, transport: str) -> None:
     made = [adaptive(backend, min_elements=0, block_elements=block_elements, warmup_steps=1)
-            for backend in ("numpy", "numba", "numba")]
-    simulated = SimulatedAdaptiveTensor(3, elements, 1, block_elements)
+            for backend in (*kernels.BACKENDS, kernels.DEFAULT_BACKEND)]
+    ranks = len(made)
+    simulated = SimulatedAdaptiveTensor(ranks, elements, 1, block_elements)
     sizes = np.float32([1, 1, 1, 1, 2.0**20, 2.0**20, 1, 2.0**-20, 2.0**-20, 0, 0, 1])
     for step, size in enumerate(sizes):
-        gradients = [gradient(1, rank, step, "w", (elements,)) * size for rank in range(3)]
-        found = exchange([one for one, _ in made], gradients, 1 / 3, transport)
-        assert_same_bits(found, simulated.step(gradients, 1 / 3), "sum")
+        gradients = [gradient(1, rank, step, "w", (elements,)) * size for rank in range(ranks)]
+        found = exchange([one for one, _ in made], gradients, 1 / ranks, transport)
+        assert_same_bits(found, simulated.step(gradients, 1 / ranks), "sum")
         for rank, (_, registry) in enumerate(made):
             assert_same_bits(registry.tensor("w", (elements,)).levels, np.array(simulated.levels), f"levels, {step}")
             if step > 1:

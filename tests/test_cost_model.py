@@ -85,6 +85,32 @@ def test_sra_counts_the_bytes_of_the_rank_with_the_largest_chunk(elements: int, 
     assert nbytes("sra", elements, ranks, adaptive=False) == (ranks - 1) * (32 + codes + 32) + sums
 
 
+def test_a_machine_with_several_ranks_receives_what_crosses_its_link() -> None:
+    elements = 8 * 1024 * 1000
+    arguments: dict[str, Any] = {"adaptive": False, "ranks_per_machine": 4}
+    for ring in ("fp32", "fp16", "allgather", "allreduce"):
+        assert nbytes(ring, elements, 8, **arguments) == nbytes(ring, elements, 8, adaptive=False)
+    # Four ranks get a chunk of an eighth from four others each; then the sums of seven eighths come in a ring.
+    assert nbytes("sra", elements, 8, **arguments) == 16 * (elements // 32 + 32) + elements // 8 * 7 + 7 * 32
+    # Four exchanges of a quarter between two machines.
+    transport = choose(elements // 4, 2, adaptive=False)
+    assert nbytes("hierarchical", elements, 8, **arguments) == 4 * nbytes(transport, elements // 4, 2, adaptive=False)
+
+
+def test_two_levels_carry_less_between_machines_and_take_less_time_where_the_link_is_slow() -> None:
+    link = Link(1e8, 50e-6)
+    flat, two_levels = (cost(method, 25_600_000, 16, ranks_per_machine=4, link=link) for method in (
+        "auto", "hierarchical"))
+    assert two_levels.nbytes < flat.nbytes / 2 and two_levels.seconds < flat.seconds / 2
+    assert two_levels.transports == (choose(25 * 2**18 // 4, 4),)
+
+
+@pytest.mark.parametrize("ranks, ranks_per_machine", [(4, 3), (4, 4), (2, 8)])
+def test_machines_that_cannot_be_are_refused(ranks: int, ranks_per_machine: int) -> None:
+    with pytest.raises(ConfigError, match=f"{ranks} ranks cannot be {ranks_per_machine} on each of several machines"):
+        cost("auto", 1000, ranks, ranks_per_machine=ranks_per_machine)
+
+
 @pytest.mark.parametrize("ranks, bits", [(2, 4), (7, 4), (8, 8), (127, 8), (128, 16), (MAX_RANKS, 16)])
 def test_a_field_holds_every_sum_and_not_a_number(ranks: int, bits: int) -> None:
     assert count_bits(ranks) == bits and 2 * ranks + 2 <= 2**bits

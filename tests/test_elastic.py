@@ -159,6 +159,21 @@ def test_pytorch_workers_join_leave_and_are_killed_within_a_step(tmp_path: pathl
     assert told.restored >= 2, "the survivors' residuals should have changed in the step that failed"
 
 
+def test_machines_of_two_ranks_leave_and_join(tmp_path: pathlib.Path) -> None:
+    # None is killed: with process sets, Horovod 0.28.1 ends by itself when it loses a connection.
+    with running("tests.scenarios.elastic_torch", tmp_path, workers_per_host=2, environment={
+            "HVD_TWOBIT_HIERARCHICAL": "1", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}) as job:
+        staying, _, leaving, _ = hosts_of_world(job)
+        job.remove_host(leaving)
+        assert hosts_of_world(job) == [staying] * 2
+        joining = job.add_host()
+        assert hosts_of_world(job) == [staying, staying, joining, joining]
+        assert job.finish() == 0
+        told = compare(job.workers())
+    assert not told.problems, told.problems
+    assert told.sizes == {4, 2} and told.worlds >= 4 + 2 + 4
+
+
 def test_keras_worker_is_killed_within_a_step_and_another_one_joins(tmp_path: pathlib.Path) -> None:
     with running("tests.scenarios.elastic_keras", tmp_path) as job:
         survivor, killed = hosts_of_world(job)

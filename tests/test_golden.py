@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvd_twobit import kernels
-from hvd_twobit.kernels import Quantizer, packed_nbytes
+from hvd_twobit.kernels import CODE_NOT_FINITE, Quantizer, packed_nbytes
 
 GOLDEN = Path(__file__).parent / "golden"
 NOT_FINITE = ("mx191_2bit_nan_t0.5", "mx191_2bit_inf_t0.5")
@@ -21,11 +20,6 @@ FINITE = sorted(path.stem for path in GOLDEN.glob("mx191_2bit_*.npz") if path.st
 DISTRIBUTED = sorted(path.stem for path in GOLDEN.glob("mx191_dist_*.npz"))
 
 Recording = dict[str, np.ndarray]
-
-
-@pytest.fixture(params=["numpy", "numba"])
-def backend(request: pytest.FixtureRequest) -> types.ModuleType:
-    return kernels.load(request.param)
 
 
 def recording(name: str) -> Recording:
@@ -110,7 +104,7 @@ def test_elements_that_are_not_finite_are_dropped_and_reported_unlike_in_mxnet(b
         packed = worker.push(gradient)
         codes = (packed[:, None] >> np.array([6, 4, 2, 0], np.uint8) & 3).ravel()[:gradient.size]
         not_finite = ~np.isfinite(gradient)
-        assert np.array_equal(codes == kernels.CODE_NOT_FINITE, not_finite)
+        assert np.array_equal(codes == CODE_NOT_FINITE, not_finite)
         assert np.array_equal(bits(worker.residual)[not_finite], bits(before)[not_finite])
         assert np.array_equal(np.isnan(worker.pull([packed])), not_finite)
         reported += np.count_nonzero(not_finite)

@@ -1,4 +1,4 @@
-"""The kernels: the rule on small examples, for both backends; then Numba against the NumPy reference, to the bit."""
+"""The kernels: the rule on small examples, for every backend; then the others against NumPy's, to the bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hvd_twobit import kernels
 from hvd_twobit.kernels import Quantizer, block_count, packed_nbytes
 
-NUMPY, NUMBA = kernels.load("numpy"), kernels.load("numba")
+from .backends import DEFINITION, compared_with_the_definition
 
 MARGIN = 64
 SPECIAL = np.concatenate([
@@ -21,11 +21,6 @@ SPECIAL = np.concatenate([
              np.float32),
     np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFA12345], np.uint32).view(np.float32),  # NaNs, two signaling
 ])
-
-
-@pytest.fixture(params=["numpy", "numba"])
-def backend(request: pytest.FixtureRequest) -> types.ModuleType:
-    return kernels.load(request.param)
 
 
 def floats(*values: float) -> np.ndarray:
@@ -151,7 +146,7 @@ def test_bytes_beyond_the_last_element_are_zero_up_to_a_whole_word(backend: type
 
 @given(seed=st.integers(0, 2**32 - 1), elements=st.integers(1, 3000), steps=st.integers(1, 12))
 @settings(deadline=None, max_examples=40)
-@pytest.mark.parametrize("name", ["numpy", "numba"])
+@pytest.mark.parametrize("name", kernels.BACKENDS)
 def test_what_was_sent_and_the_residual_add_up_to_the_gradients_exactly(name: str, seed: int, elements: int,
                                                                         steps: int) -> None:
     """Exactly, because gradients and levels are small multiples of 1/1024."""
@@ -164,7 +159,7 @@ def test_what_was_sent_and_the_residual_add_up_to_the_gradients_exactly(name: st
 
 @given(seed=st.integers(0, 2**32 - 1), elements=st.integers(1, 3000), steps=st.integers(1, 12))
 @settings(deadline=None, max_examples=40)
-@pytest.mark.parametrize("name", ["numpy", "numba"])
+@pytest.mark.parametrize("name", kernels.BACKENDS)
 def test_what_was_sent_and_the_residual_add_up_to_any_gradients_but_for_rounding(name: str, seed: int, elements: int,
                                                                                  steps: int) -> None:
     random = np.random.default_rng(seed)
@@ -311,11 +306,11 @@ def test_arrays_that_are_only_read_may_be_read_only_and_unaligned(backend: types
 
 
 def test_an_unknown_backend_is_refused_with_the_names_of_those_there_are() -> None:
-    with pytest.raises(KeyError, match="'cuda': choose one of numba, numpy"):
-        kernels.load("cuda")
+    with pytest.raises(KeyError, match=f"'abacus': choose one of {', '.join(sorted(kernels.BACKENDS))}"):
+        kernels.load("abacus")
 
 
-# ---- Numba against the reference -----------------------------------------------------------------------------------
+# ---- the others against the reference ------------------------------------------------------------------------------
 
 lengths = st.one_of(st.integers(0, 100), st.integers(0, 100), st.integers(0, 5000), st.integers(0, 100_000))
 block_sizes = st.one_of(st.just(1024), st.just(10**6), st.integers(1, 200).map(lambda words: 16 * words))
@@ -338,25 +333,29 @@ def any_levels(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarra
     return (random.random(shape) * size).astype(np.float32)
 
 
-@given(lengths, block_sizes, seeds)
+@compared_with_the_definition
+@given(elements=lengths, block_elements=block_sizes, seed=seeds)
 @settings(deadline=None, max_examples=500)
-def test_quantize_pack_of_numba_is_that_of_the_reference_to_the_bit(elements: int, block_elements: int,
-                                                                    seed: int) -> None:
+def test_quantize_pack_is_that_of_the_reference_to_the_bit(compared: types.ModuleType, elements: int,
+                                                           block_elements: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     parts = any_levels(random, (4, block_count(elements, block_elements)))
     quantizer = quantizer_of(block_elements, parts[0], -parts[1], parts[2], -parts[3])
     gradient, residual = any_floats(random, elements), any_floats(random, elements)
-    for expected, found in zip(quantize(NUMPY, gradient, residual, quantizer),
-                               quantize(NUMBA, gradient, residual, quantizer)):
+    for expected, found in zip(quantize(DEFINITION, gradient, residual, quantizer),
+                               quantize(compared, gradient, residual, quantizer)):
         assert same_bits(expected, found)
 
 
-@given(lengths, block_sizes, st.integers(0, 9), st.sampled_from(["symmetrical", "equal", "half", "differ", "mixed"]),
-       st.sampled_from([1.0, 1.0, 0.5, 1 / 3, 1 / 7, -2.5, 1e-40, 1e40, 0.0]), st.sampled_from([0, 1, 4, 13]), seeds)
+@compared_with_the_definition
+@given(elements=lengths, block_elements=block_sizes, ranks=st.integers(0, 9),
+       kind=st.sampled_from(["symmetrical", "equal", "half", "differ", "mixed"]),
+       scale=st.sampled_from([1.0, 1.0, 0.5, 1 / 3, 1 / 7, -2.5, 1e-40, 1e40, 0.0]),
+       apart=st.sampled_from([0, 1, 4, 13]), seed=seeds)
 @settings(deadline=None, max_examples=500)
-def test_unpack_sum_of_numba_is_that_of_the_reference_to_the_bit(elements: int, block_elements: int, ranks: int,
-                                                                 kind: str, scale: float, apart: int,
-                                                                 seed: int) -> None:
+def test_unpack_sum_is_that_of_the_reference_to_the_bit(compared: types.ModuleType, elements: int, block_elements: int,
+                                                        ranks: int, kind: str, scale: float, apart: int,
+                                                        seed: int) -> None:
     random = np.random.default_rng(seed)
     blocks = block_count(elements, block_elements)
     levels = any_levels(random, (ranks, blocks, 2)) * floats(1, -1)
@@ -369,7 +368,7 @@ def test_unpack_sum_of_numba_is_that_of_the_reference_to_the_bit(elements: int, 
     packed = random.integers(0, 256, (ranks, packed_nbytes(elements) + apart), np.uint8)[:, :packed_nbytes(elements)]
     if random.random() < 0.7:
         packed &= 0b10101010 | packed >> np.uint8(1)  # no code 01
-    expected = unpack(NUMPY, packed, levels, block_elements, elements, scale)
-    found = unpack(NUMBA, packed, levels, block_elements, elements, scale)
+    expected = unpack(DEFINITION, packed, levels, block_elements, elements, scale)
+    found = unpack(compared, packed, levels, block_elements, elements, scale)
     assert np.array_equal(np.isnan(expected), np.isnan(found))
     assert same_bits(expected[~np.isnan(expected)], found[~np.isnan(found)])

@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 from hvd_twobit import kernels
 from hvd_twobit.kernels import CODE_NOT_FINITE, block_count, count_bits, counts_nbytes, packed_nbytes
 
+from .backends import DEFINITION, compared_with_the_definition
 from .simulation import assert_same_bits
-
-NUMPY, NUMBA = kernels.load("numpy"), kernels.load("numba")
-
-
-@pytest.fixture(params=["numpy", "numba"])
-def backend(request: pytest.FixtureRequest) -> types.ModuleType:
-    return kernels.load(request.param)
 
 
 def packed_codes(random: np.random.Generator, ranks: int, elements: int, not_finite: bool) -> np.ndarray:
@@ -80,13 +74,15 @@ def test_the_most_ranks_that_fit_are_counted_exactly(backend: types.ModuleType, 
     assert (out == (ranks if code == 3 else -ranks)).all()
 
 
-@given(st.sampled_from([0, 1, 15, 16, 17, 1000, 1023, 1024, 1025, 1040, 2500]), st.sampled_from([16, 48, 1024, 4096]),
-       st.sampled_from([0, 1, 2, 3, 7, 8, 127, 128]), st.sampled_from([1, 2]), st.booleans(), st.booleans(),
-       st.sampled_from([1.0, 1 / 3, 0.25, -1.5]), st.integers(0, 2**32))
+@compared_with_the_definition
+@given(elements=st.sampled_from([0, 1, 15, 16, 17, 1000, 1023, 1024, 1025, 1040, 2500]),
+       block_elements=st.sampled_from([16, 48, 1024, 4096]), ranks=st.sampled_from([0, 1, 2, 3, 7, 8, 127, 128]),
+       planes=st.sampled_from([1, 2]), symmetrical=st.booleans(), not_finite=st.booleans(),
+       scale=st.sampled_from([1.0, 1 / 3, 0.25, -1.5]), seed=st.integers(0, 2**32))
 @settings(deadline=None, max_examples=300)
-def test_both_halves_are_unpack_sum_and_numba_is_the_reference_to_the_bit(
-        elements: int, block_elements: int, ranks: int, planes: int, symmetrical: bool, not_finite: bool, scale: float,
-        seed: int) -> None:
+def test_both_halves_are_unpack_sum_and_those_of_the_reference_to_the_bit(
+        compared: types.ModuleType, elements: int, block_elements: int, ranks: int, planes: int, symmetrical: bool,
+        not_finite: bool, scale: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     packed = packed_codes(random, ranks, elements, not_finite)
     blocks = block_count(elements, block_elements)
@@ -94,13 +90,13 @@ def test_both_halves_are_unpack_sum_and_numba_is_the_reference_to_the_bit(
     if symmetrical or planes == 1:
         levels[:, 1] = -levels[:, 0]
     for bits in [bits for bits in kernels.COUNT_BITS if bits >= count_bits(ranks)]:
-        counts = counted(NUMBA, packed, planes, bits)
-        assert counts.tobytes() == counted(NUMPY, packed, planes, bits).tobytes()
+        counts = counted(compared, packed, planes, bits)
+        assert counts.tobytes() == counted(DEFINITION, packed, planes, bits).tobytes()
         wanted, definition, out = np.empty((3, elements), np.float32)
-        NUMPY.unpack_sum(packed, np.ascontiguousarray(np.broadcast_to(levels, (ranks, blocks, 2))), block_elements,
+        DEFINITION.unpack_sum(packed, np.ascontiguousarray(np.broadcast_to(levels, (ranks, blocks, 2))), block_elements,
                          wanted, scale)
-        NUMPY.unpack_counts(counts, bits, levels, block_elements, definition, scale)
-        NUMBA.unpack_counts(counts, bits, levels, block_elements, out, scale)
+        DEFINITION.unpack_counts(counts, bits, levels, block_elements, definition, scale)
+        compared.unpack_counts(counts, bits, levels, block_elements, out, scale)
         for found in (definition, out):
             assert_same_bits(found, wanted, f"{bits} bits")
 

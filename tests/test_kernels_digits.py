@@ -10,19 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_twobit import kernels
 from hvd_twobit.kernels import Digits, block_count, packed_nbytes
 
+from .backends import DEFINITION, compared_with_the_definition
 from .test_kernels import check_margins, floats, same_bits, with_margins, words
 
-NUMPY, NUMBA = kernels.load("numpy"), kernels.load("numba")
-
 FACTORS = [1.0, 0.5, 1 / 3, 3.0, 7.0, 0.1, -1.7, 1e-30, 1e30]
-
-
-@pytest.fixture(params=["numpy", "numba"])
-def backend(request: pytest.FixtureRequest) -> types.ModuleType:
-    return kernels.load(request.param)
 
 
 def pack(backend: types.ModuleType, packed: np.ndarray, digits: Digits) -> np.ndarray:
@@ -135,13 +128,15 @@ def test_unpack_digits_refuses_arrays_that_do_not_fit(backend: types.ModuleType,
 
 # ---- sums ----------------------------------------------------------------------------------------------------------
 
-@given(st.one_of(st.integers(0, 100), st.integers(0, 5000)), st.sampled_from([16, 48, 1024, 10**6]),
-       st.sampled_from([1, 2, 3, 4, 5, 8, 16, 33]), st.booleans(), st.sampled_from(FACTORS), st.sampled_from(FACTORS),
-       st.booleans(), st.integers(0, 2**32 - 1))
+@compared_with_the_definition
+@given(elements=st.one_of(st.integers(0, 100), st.integers(0, 5000)),
+       block_elements=st.sampled_from([16, 48, 1024, 10**6]), ranks=st.sampled_from([1, 2, 3, 4, 5, 8, 16, 33]),
+       symmetric=st.booleans(), before=st.sampled_from(FACTORS), after=st.sampled_from(FACTORS),
+       some_joined=st.booleans(), seed=st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=300)
 def test_the_sum_of_words_that_were_scaled_on_the_way_is_unpack_sum_of_the_codes(
-        elements: int, block_elements: int, ranks: int, symmetric: bool, before: float, after: float, some_joined: bool,
-        seed: int) -> None:
+        compared: types.ModuleType, elements: int, block_elements: int, ranks: int, symmetric: bool, before: float,
+        after: float, some_joined: bool, seed: int) -> None:
     random = np.random.default_rng(seed)
     digits = Digits(ranks, symmetric)
     contributors = int(random.integers(0, ranks + 1)) if some_joined else ranks
@@ -152,48 +147,51 @@ def test_the_sum_of_words_that_were_scaled_on_the_way_is_unpack_sum_of_the_codes
     of_ranks = np.broadcast_to(levels, (contributors, *levels.shape)).copy()
     scale = before * after
     wanted = np.empty(elements, np.float32)
-    NUMPY.unpack_sum(packed, of_ranks, block_elements, wanted, scale)
+    DEFINITION.unpack_sum(packed, of_ranks, block_elements, wanted, scale)
     summed = np.zeros(digits.word_count(elements))
     for rank in range(contributors):
-        packed_words = pack(NUMBA, packed[rank], digits)
-        assert same_bits(packed_words, pack(NUMPY, packed[rank], digits))
+        packed_words = pack(compared, packed[rank], digits)
+        assert same_bits(packed_words, pack(DEFINITION, packed[rank], digits))
         summed += packed_words * before
     summed *= after
-    for backend in (NUMPY, NUMBA):
+    for backend in (DEFINITION, compared):
         found = unpack(backend, summed, digits, levels, elements, scale, block_elements, scale)
         assert np.array_equal(found, wanted)
 
 
+@compared_with_the_definition
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 64, 300])
-def test_the_largest_sums_survive_the_worst_factors_in_any_order(ranks: int, symmetric: bool) -> None:
+def test_the_largest_sums_survive_the_worst_factors_in_any_order(compared: types.ModuleType, ranks: int,
+                                                                 symmetric: bool) -> None:
     digits = Digits(ranks, symmetric)
     random = np.random.default_rng(ranks)
     elements = 16 * digits.per_word
     codes = random.choice([0b11, 0b10], 16 * digits.per_word)
-    rank_words = pack(NUMBA, words(*codes)[0], digits)
+    rank_words = pack(compared, words(*codes)[0], digits)
     level = [[1, -1] if symmetric else [1, -0.5]] * block_count(elements, 16)
     wanted = np.where(codes == 0b11, ranks, -ranks * (1 if symmetric else 0.5)).astype(np.float32)
     for before, after in 10.0 ** random.uniform(-3, 3, (50, 2)):
         total = np.zeros_like(rank_words)
         for _ in range(ranks):
             total += rank_words * before
-        assert np.array_equal(unpack(NUMBA, total * after, digits, level, elements, before * after), wanted)
+        assert np.array_equal(unpack(compared, total * after, digits, level, elements, before * after), wanted)
 
 
-@given(st.integers(0, 3000), st.booleans(), st.integers(0, 2**32 - 1))
+@compared_with_the_definition
+@given(elements=st.integers(0, 3000), symmetric=st.booleans(), seed=st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=100)
-def test_numba_is_the_reference_to_the_bit_with_nan_zeros_and_any_levels(elements: int, symmetric: bool,
-                                                                         seed: int) -> None:
+def test_digits_are_those_of_the_reference_to_the_bit_with_nan_zeros_and_any_levels(
+        compared: types.ModuleType, elements: int, symmetric: bool, seed: int) -> None:
     random = np.random.default_rng(seed)
     digits = Digits(int(random.integers(1, 9)), symmetric)
     packed = random.integers(0, 256, packed_nbytes(elements), np.uint8)
-    found = pack(NUMBA, packed, digits)
-    assert np.array_equal(found, pack(NUMPY, packed, digits), equal_nan=True)
+    found = pack(compared, packed, digits)
+    assert np.array_equal(found, pack(DEFINITION, packed, digits), equal_nan=True)
     size = random.choice([1e-42, 1e-30, 1.0, 1e30, 3e38, np.inf])
     levels = (random.random((block_count(elements, 64), 2)) * size).astype(np.float32) * floats(1, -1)
     levels[:, 1] = -levels[:, 0] if symmetric else levels[:, 1]
     scale = random.choice([1.0, 1 / 3, -2.5, 1e-40, 1e40])
-    one, other = (unpack(backend, found, digits, levels, elements, 1.0, 64, scale) for backend in (NUMPY, NUMBA))
+    one, other = (unpack(each, found, digits, levels, elements, 1.0, 64, scale) for each in (DEFINITION, compared))
     assert np.array_equal(np.isnan(one), np.isnan(other))
     assert same_bits(one[~np.isnan(one)], other[~np.isnan(other)])

@@ -23,9 +23,10 @@ from benchmarks.network.__main__ import main  # noqa: E402
 from benchmarks.network.cost import PACKET_SHARE, predict  # noqa: E402
 from benchmarks.network.interrupts import Interrupted, Interrupts  # noqa: E402
 from benchmarks.network.job import JobFailed, running  # noqa: E402
-from benchmarks.network.methods import METHODS, Method  # noqa: E402
-from benchmarks.network.models import shapes_of  # noqa: E402
 from benchmarks.network.results import Entry, load, merge  # noqa: E402
+from hvd_twobit.bench.methods import METHODS, Method  # noqa: E402
+from hvd_twobit.bench.rounds import DifferentGradients, compare  # noqa: E402
+from hvd_twobit.bench.shapes import shapes_of  # noqa: E402
 
 from .launcher import REPOSITORY  # noqa: E402
 
@@ -91,7 +92,7 @@ def test_values_that_cannot_be_used_are_refused(options: list[str], told: str) -
 
 
 def test_a_method_that_hvd_twobit_does_not_have_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METHODS, "pigeon", Method("pigeon", "2-bit, pigeon", "pigeon"))
+    monkeypatch.setitem(METHODS, "pigeon", Method("pigeon", "2-bit, pigeon", {"transport": "pigeon"}))
     result = benchmark("--methods", "allgather,pigeon")
     assert result.exit_code == 2 and "does not have the method 'pigeon'" in " ".join(result.output.split())
 
@@ -173,10 +174,9 @@ def test_only_the_first_signal_interrupts() -> None:
 # What ranks received.
 
 def test_ranks_that_received_different_gradients_fail() -> None:
-    rank = pytest.importorskip("benchmarks.network.rank")
-    rank._compare("sra", ["a", "a", "a"])
-    with pytest.raises(RuntimeError, match="sra: .* of rank 2 the digest is b, of rank 0 a"):
-        rank._compare("sra", ["a", "a", "b"])
+    compare("sra", ["a", "a", "a"])
+    with pytest.raises(DifferentGradients, match="sra: .* of rank 2 the digest is b, of rank 0 a"):
+        compare("sra", ["a", "a", "b"])
 
 
 # Results and report.
@@ -351,7 +351,7 @@ def test_bytes_on_the_links_are_those_of_the_formula(job: Callable[..., subproce
     assert process.returncode == 0 and errors == "", errors
     assert output.splitlines() == [f"written: {tmp_path / name}" for name in ("page.md", "page_tensor_4000000.png")]
     entry, = load(tmp_path / "results.json")
-    assert entry.key == ("200mbit", 2, "tensor:4000000") and len(entry.rounds) == 2
+    assert entry.key == ("200mbit", 2, 1, "tensor:4000000") and len(entry.rounds) == 2
     for method, summary in entry.summaries().items():
         predicted = predict(method, entry.elements, 2, 2e8)
         assert predicted.nbytes < summary.sent < 1.05 * predicted.nbytes, method

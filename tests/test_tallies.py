@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_twobit import kernels
 from hvd_twobit.buckets import Bucket
 from hvd_twobit.codec import Codec, Contents
 from hvd_twobit.config import TwoBitConfig
@@ -18,16 +17,9 @@ from hvd_twobit.errors import PayloadError
 from hvd_twobit.kernels import Tallies, count_bits, counts_nbytes
 from hvd_twobit.residuals import ResidualRegistry
 
+from .backends import DEFINITION, compared_with_the_definition
 from .exchanges import encoded
 from .simulation import gradient
-
-NUMPY, NUMBA = kernels.load("numpy"), kernels.load("numba")
-
-
-@pytest.fixture(params=["numpy", "numba"])
-def backend(request: pytest.FixtureRequest) -> types.ModuleType:
-    return kernels.load(request.param)
-
 
 # ---- kernels -------------------------------------------------------------------------------------------------------
 
@@ -65,11 +57,12 @@ def test_a_code_01_is_told_and_has_the_digit_of_zero(backend: types.ModuleType) 
     assert words.tolist() == [[1] * 16]
 
 
-@given(st.integers(0, 70), st.sampled_from([1, 2, 3, 4, 7, 8, 16, 100]), st.sampled_from([1, 2]), st.booleans(),
-       st.integers(0, 2**32))
+@compared_with_the_definition
+@given(words=st.integers(0, 70), ranks=st.sampled_from([1, 2, 3, 4, 7, 8, 16, 100]), planes=st.sampled_from([1, 2]),
+       all_there=st.booleans(), seed=st.integers(0, 2**32))
 @settings(deadline=None, max_examples=200)
-def test_counts_of_added_tallies_are_those_of_the_codes(words: int, ranks: int, planes: int, all_there: bool,
-                                                        seed: int) -> None:
+def test_counts_of_added_tallies_are_those_of_the_codes(compared: types.ModuleType, words: int, ranks: int,
+                                                        planes: int, all_there: bool, seed: int) -> None:
     random = np.random.default_rng(seed)
     tallies, bits = Tallies(ranks, planes), count_bits(ranks)
     contributors = ranks if all_there else int(random.integers(0, ranks + 1))
@@ -77,13 +70,14 @@ def test_counts_of_added_tallies_are_those_of_the_codes(words: int, ranks: int, 
     packed |= (packed & 0x55) << 1  # no code 01
     total = np.zeros((planes, tallies.integers(words)), np.uint32)
     for codes in packed:
-        definition, compiled = np.empty_like(total), np.empty_like(total)
-        assert not NUMPY.pack_tallies(codes, tallies, definition) and not NUMBA.pack_tallies(codes, tallies, compiled)
-        assert definition.tobytes() == compiled.tobytes()
+        definition, found = np.empty_like(total), np.empty_like(total)
+        assert not DEFINITION.pack_tallies(codes, tallies, definition)
+        assert not compared.pack_tallies(codes, tallies, found)
+        assert definition.tobytes() == found.tobytes()
         total += definition
-    wanted, *found = (np.empty((planes, counts_nbytes(words, bits)), np.uint8) for _ in range(3))
-    NUMPY.pack_counts(packed, bits, wanted)
-    for module, counts in zip((NUMPY, NUMBA), found):
+    wanted, *both = (np.empty((planes, counts_nbytes(words, bits)), np.uint8) for _ in range(3))
+    DEFINITION.pack_counts(packed, bits, wanted)
+    for module, counts in zip((DEFINITION, compared), both):
         module.unpack_tallies(total, tallies, contributors, bits, counts)
         assert counts.tobytes() == wanted.tobytes()
 

@@ -10,7 +10,7 @@ from .jobs import results_of, waits_for_the_job
 from .scenarios import tensorflow_gradients as scenario
 from .simulation import assert_same_bits, assert_same_state
 
-CASES = [(ranks, name) for ranks in (2, 4) for name in scenario.CONFIGURATIONS]
+CASES = [(ranks, name) for ranks in (2, 4) for name in scenario.configurations(ranks)]
 by_case = pytest.mark.parametrize(("ranks", "name"), CASES, ids=[f"{ranks} ranks-{name}" for ranks, name in CASES])
 pytestmark = waits_for_the_job
 

@@ -21,7 +21,8 @@ def test_machines_with_unequal_numbers_of_ranks_are_refused_by_name_and_auto_exc
                         {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}, ranks_per_machine=2)
     for result in results:
         assert re.match(r"UnsupportedOperationError: hierarchical=True needs the same number of ranks on every "
-                        r"machine: rank 2 is on one with 1 \(.*\), rank 0 on one with 2 \(.*\); start as many", result["told"])
+                        r"machine: rank 2 is on one with 1 \(.*\), rank 0 on one with 2 \(.*\); start as many",
+                        result["told"])
         assert [name.partition("[")[1] for name in result["auto"]["residuals"]] == [""]
         # Residuals 0.25, 1.25, 2.25 send 0, 0.5, 0.5; then 0.5, 2.0, 4.0 send 0.5 each.
         assert np.allclose(result["auto"]["weight"], -(1.0 / 3 + 1.5 / 3))
@@ -31,7 +32,8 @@ def test_missing_process_sets_are_told_and_those_of_node_process_sets_serve() ->
     results = run_ranks(4, "tests.scenarios.torch_hierarchy:without_process_sets", ranks_per_machine=2)
     for result in results:
         assert re.match(r"ConfigError: hierarchical=True needs a process set of the ranks \[0, 1\], which Horovod "
-                        r"does not have: initialize it with `hvd\.init\(process_sets=hvd_twobit\.node_process_sets\(\)\)"
+                        r"does not have: initialize it with "
+                        r"`hvd\.init\(process_sets=hvd_twobit\.node_process_sets\(\)\)"
                         "`, or set HOROVOD_DYNAMIC_PROCESS_SETS=1", result["told"])
         # Means of machines 0.75 and 2.75 send 0.5 each; so do 1.0 and 5.0.
         for found in result["with_them"], result["auto"]:

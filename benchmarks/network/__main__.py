@@ -2,6 +2,7 @@
 
     python -m benchmarks.network                                         # everything; as root, about 40 minutes
     python -m benchmarks.network --rates 1gbit --ranks 2 --models resnet50
+    python -m benchmarks.network --ranks 4,8 --ranks-per-machine 2       # two levels, too
     python -m benchmarks.network --report-only results/network.json
 
 Ranks run under horovodrun in network namespaces of this machine (``cluster``, ``job``) and exchange what they are told
@@ -25,14 +26,15 @@ import click
 
 from hvd_twobit import __version__
 from hvd_twobit.bench import machine_facts, progress_bar
+from hvd_twobit.bench.methods import BASELINES, METHODS
+from hvd_twobit.bench.shapes import MODELS, shapes_of
+from hvd_twobit.cost_model import HIERARCHICAL
 
 from . import report
 from .cluster import UNSHAPED, ClusterError, bits_per_second, check_possible, cluster
 from .cost import predict
 from .interrupts import Interrupted, Interrupts
 from .job import HOROVODRUN, Job, JobFailed, running
-from .methods import BASELINES, METHODS
-from .models import MODELS, shapes_of
 from .results import Entry, load, merge
 
 WARM_UP_ROUNDS = 2
@@ -80,7 +82,7 @@ def _model(text: str) -> str:
 def _method(text: str) -> str:
     if text not in METHODS:
         raise ValueError(f"no method {text!r}: take {', '.join(METHODS)}")
-    reason = METHODS[text].unavailable()
+    reason = METHODS[text].unavailable(ranks_per_machine=2)
     if reason:
         raise ValueError(f"hvd_twobit {__version__} does not have the method {text!r}: {reason}")
     return text
@@ -91,6 +93,8 @@ def _method(text: str) -> str:
               help="Bandwidths of a rank's link, in each direction.")
 @click.option("--ranks", "numbers", type=CommaSeparated(_ranks), default="2,4,8", show_default=True,
               help="Numbers of ranks.")
+@click.option("--ranks-per-machine", type=click.IntRange(min=1), default=1, show_default=True,
+              help="Ranks that share a machine and its link; more than one adds the exchange of two levels.")
 @click.option("--models", type=CommaSeparated(_model), default=",".join(MODELS), show_default=True,
               help="What is exchanged: tensor (25.6 million elements), tensor:ELEMENTS, resnet50.")
 @click.option("--methods", type=CommaSeparated(_method), default=None,
@@ -105,14 +109,19 @@ def _method(text: str) -> str:
 @click.option("--report-only", type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
               help="Measure nothing: write the report of these results.")
 @click.option("--launcher", default=HOROVODRUN, hidden=True, help="Module to run as horovodrun.")
-def main(rates: list[str], numbers: list[int], models: list[str], methods: list[str] | None, rounds: int,
-         results: pathlib.Path, page: pathlib.Path, report_only: pathlib.Path | None, launcher: str) -> None:
+def main(rates: list[str], numbers: list[int], ranks_per_machine: int, models: list[str], methods: list[str] | None,
+         rounds: int, results: pathlib.Path, page: pathlib.Path, report_only: pathlib.Path | None,
+         launcher: str) -> None:
     """Measure exchanges of gradients over links of a known bandwidth, and write a report."""
+    if any(number % ranks_per_machine or number == ranks_per_machine for number in numbers):
+        raise click.UsageError(f"--ranks {','.join(map(str, numbers))} cannot be {ranks_per_machine} on each of "
+                               "several machines")
     try:
         if report_only is None:
             check_possible()
             load(results)  # Better to find out now that it is another file.
-            measure(rates, numbers, models, _with_baselines(methods), rounds, results, launcher)
+            measure(rates, numbers, models, _with_baselines(methods, ranks_per_machine), rounds, results, launcher,
+                    ranks_per_machine)
         for path in report.write(load(report_only or results), page):
             click.echo(f"written: {path}")
     except (ClusterError, JobFailed, ValueError) as error:
@@ -122,17 +131,22 @@ def main(rates: list[str], numbers: list[int], models: list[str], methods: list[
         raise SystemExit(interrupted.status) from interrupted
 
 
-def _with_baselines(chosen: Sequence[str] | None) -> list[str]:
+def _with_baselines(chosen: Sequence[str] | None, ranks_per_machine: int) -> list[str]:
+    missing = {name: reason for name, method in METHODS.items() if (reason := method.unavailable(ranks_per_machine))}
     if chosen is None:
-        missing = {name: reason for name, method in METHODS.items() if (reason := method.unavailable())}
         for name, reason in missing.items():
+            if name == HIERARCHICAL:
+                continue
             click.echo(f"not measured, as hvd_twobit {__version__} does not have it: {name} ({reason})", err=True)
         chosen = [name for name in METHODS if name not in missing]
+    for name in chosen:
+        if name in missing:
+            raise click.UsageError(f"method {name}: {missing[name]}")
     return [name for name in METHODS if name in BASELINES or name in chosen]
 
 
 def measure(rates: Sequence[str], numbers: Sequence[int], models: Sequence[str], methods: Sequence[str], rounds: int,
-            results: pathlib.Path, launcher: str = HOROVODRUN) -> None:
+            results: pathlib.Path, launcher: str = HOROVODRUN, ranks_per_machine: int = 1) -> None:
     """Measure all combinations, one job for each number of ranks and model.
 
     Raises:
@@ -146,16 +160,20 @@ def measure(rates: Sequence[str], numbers: Sequence[int], models: Sequence[str],
         for ranks, model in itertools.product(numbers, models):
             elements = [math.prod(shape) for shape in shapes_of(model)]
             bar.update(task, description=f"{ranks} ranks, {model}, start")
-            with cluster(ranks) as network, running(network, model, methods, interrupts, launcher) as job:
-                _warm_up(job, methods, _limit_s(methods, elements, ranks, UNSHAPED))
+
+            def limit_s(rate: str, ranks: int = ranks, elements: Sequence[int] = elements) -> float:
+                return _limit_s(methods, elements, ranks, ranks_per_machine, rate)
+
+            with cluster(ranks // ranks_per_machine, ranks_per_machine) as network, \
+                    running(network, model, methods, interrupts, launcher) as job:
+                _warm_up(job, methods, limit_s(UNSHAPED))
                 bar.advance(task, WARM_UP_ROUNDS)
                 for rate in rates:
                     bar.update(task, description=f"{ranks} ranks, {model}, {rate}")
                     network.shape(rate)
                     machine = _machine()
-                    rounds_at_rate = _rounds(job, methods, rounds, _limit_s(methods, elements, ranks, rate),
-                                             lambda: bar.advance(task))
-                    merge(results, Entry(rate, ranks, model, elements, machine, rounds_at_rate))
+                    rounds_at_rate = _rounds(job, methods, rounds, limit_s(rate), lambda: bar.advance(task))
+                    merge(results, Entry(rate, ranks, model, elements, machine, rounds_at_rate, ranks_per_machine))
 
 
 def _warm_up(job: Job, methods: Sequence[str], limit_s: float) -> None:
@@ -176,10 +194,12 @@ def _rounds(job: Job, methods: Sequence[str], rounds: int, limit_s: float,
     return measured
 
 
-def _limit_s(methods: Sequence[str], elements: Sequence[int], ranks: int, rate: str) -> float:
+def _limit_s(methods: Sequence[str], elements: Sequence[int], ranks: int, ranks_per_machine: int,
+             rate: str) -> float:
     """How long to wait for a round: many times what it should take, so that only a job that hangs is given up."""
     rate_bits = bits_per_second(rate) or _ASSUMED_BITS
-    return 300 + 20 * sum(predict(method, elements, ranks, rate_bits).seconds or 0 for method in methods)
+    return 300 + 20 * sum(predict(method, elements, ranks, rate_bits, ranks_per_machine).seconds or 0
+                          for method in methods)
 
 
 def _machine() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A network of this machine's own: namespaces that are joined by a switch over links of a chosen bandwidth.
 
-One namespace for each rank and one for horovodrun, each with an interface ``eth0``; the other ends are ports of a
+One namespace for each machine and one for horovodrun, each with an interface ``eth0``; the other ends are ports of a
 bridge in a namespace of its own, so that the host's interfaces and firewall have no part in it. Names begin with
 ``hvdtb<pid>``. All is removed when the ``with`` ends, however it ends; only SIGKILL leaves it.
 """
@@ -64,33 +64,35 @@ def check_possible() -> None:
 
 
 @contextlib.contextmanager
-def cluster(ranks: int) -> Iterator[Cluster]:
+def cluster(machines: int, ranks_per_machine: int = 1) -> Iterator[Cluster]:
     """Make the network of a job.
 
     Raises:
         ClusterError: it cannot be made.
     """
     with contextlib.ExitStack() as stack:
-        yield Cluster(ranks, stack)
+        yield Cluster(machines, ranks_per_machine, stack)
 
 
 class Cluster:
     """The network of one job.
 
     Args:
-        ranks: number of ranks.
+        machines: number of machines, a namespace each.
+        ranks_per_machine: ranks on each of them.
         stack: what is made here is removed when it ends.
     """
 
-    def __init__(self, ranks: int, stack: contextlib.ExitStack) -> None:
+    def __init__(self, machines: int, ranks_per_machine: int, stack: contextlib.ExitStack) -> None:
+        self.ranks_per_machine = ranks_per_machine
         self.prefix = f"hvdtb{os.getpid()}"
         """What names of namespaces begin with."""
-        self.addresses = [_address(number) for number in range(1, ranks + 1)]
-        """Of the ranks."""
+        self.addresses = [_address(number) for number in range(1, machines + 1)]
+        """Of the machines."""
         self.launcher = self._namespace(_LAUNCHER)
         """Name of horovodrun's namespace."""
         self._switch = f"{self.prefix}sw"
-        self._numbers = range(1, ranks + 1)
+        self._numbers = range(1, machines + 1)
         _add_namespace(self._switch, stack)
         _run("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
         if not NETNS_FILES.exists():
@@ -99,7 +101,7 @@ class Cluster:
             self._connect(number, stack)
 
     def shape(self, rate: str) -> None:
-        """Give every rank's link a bandwidth, in each direction; see ``bits_per_second``."""
+        """Give every machine's link a bandwidth, in each direction; see ``bits_per_second``."""
         for number in self._numbers:
             for namespace, interface in ((self._namespace(number), "eth0"), (self._switch, f"port{number}")):
                 _run("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", *_discipline(rate))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from hvd_twobit.config import DEFAULT_MIN_ELEMENTS
-from hvd_twobit.cost_model import cost
+from hvd_twobit.bench.methods import METHODS
 
 PACKET_SHARE = 1448 / 1514
 """Content of a full TCP packet (MTU 1500, time stamps), divided by what ``tbf`` counts of it; not the preamble."""
@@ -14,10 +13,10 @@ PACKET_SHARE = 1448 / 1514
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Of one exchange, for each rank.
+    """Of one exchange, for each machine.
 
     Attributes:
-        nbytes: bytes that a rank sends, and as many that it receives.
+        nbytes: bytes that a machine sends, and as many that it receives.
         seconds: time in which the link carries them, both ways at once; None where its bandwidth is not known.
     """
 
@@ -25,7 +24,8 @@ class Prediction:
     seconds: float | None
 
 
-def predict(method: str, elements: Sequence[int], ranks: int, bits_per_second: float | None) -> Prediction:
+def predict(method: str, elements: Sequence[int], ranks: int, bits_per_second: float | None,
+            ranks_per_machine: int = 1) -> Prediction:
     """What an exchange takes if the network is all that takes time, and has no latency.
 
     Args:
@@ -33,11 +33,7 @@ def predict(method: str, elements: Sequence[int], ranks: int, bits_per_second: f
         elements: of each tensor.
         ranks: number of ranks.
         bits_per_second: of the link, in each direction, headers included; None: not limited.
+        ranks_per_machine: how many of them share a link.
     """
-    small = sum(count for count in elements if count < DEFAULT_MIN_ELEMENTS)  # Of these, TwoBit keeps away.
-    if method in ("none", "fp16"):
-        parts = [("fp32" if method == "none" else method, sum(elements))]
-    else:
-        parts = [("fp32", small), (method, sum(elements) - small)]
-    nbytes = sum(cost(name, count, ranks).nbytes for name, count in parts if count)
+    nbytes = METHODS[method].nbytes(elements, ranks, ranks_per_machine)
     return Prediction(nbytes, None if bits_per_second is None else 8 * nbytes / (bits_per_second * PACKET_SHARE))

@@ -126,16 +126,17 @@ class Job:
 
 
 def _command(cluster: Cluster, launcher: str, arguments: Sequence[str]) -> list[str]:
-    hosts = ",".join(f"{address}:1" for address in cluster.addresses)
+    hosts = ",".join(f"{address}:{cluster.ranks_per_machine}" for address in cluster.addresses)
     return ["ip", "netns", "exec", cluster.launcher, sys.executable, "-m", launcher, "--gloo", "--disable-cache",
-            "--network-interfaces", "eth0", "-np", str(len(cluster.addresses)), "-H", hosts,
+            "--network-interfaces", "eth0", "-np", str(len(cluster.addresses) * cluster.ranks_per_machine), "-H", hosts,
             sys.executable, "-m", "benchmarks.network.rank", *arguments]
 
 
 def _environment(cluster: Cluster) -> dict[str, str]:
     return {**os.environ, "PATH": f"{_SHIM}{os.pathsep}{os.environ['PATH']}", "NETBENCH_PREFIX": cluster.prefix,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
-            "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "HOROVOD_GLOO_TIMEOUT_SECONDS": str(_GLOO_LIMIT_S)}
+            "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "HOROVOD_GLOO_TIMEOUT_SECONDS": str(_GLOO_LIMIT_S),
+            "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 
+from hvd_twobit.bench.methods import BASELINES, METHODS
+from hvd_twobit.bench.rounds import Summary
+
 from .cluster import QUEUE_MS, bits_per_second
 from .cost import PACKET_SHARE, Prediction, predict
-from .methods import BASELINES, METHODS
-from .results import Entry, Summary
+from .results import Entry
 
 NEAR_PERCENT = 25
 """Where time is at most so far above what the link must take, the link is what limits."""
@@ -28,7 +30,8 @@ def write(entries: Sequence[Entry], page: pathlib.Path) -> list[pathlib.Path]:
     """
     if not entries:
         raise ValueError("there are no results to report")
-    ordered = sorted(entries, key=lambda entry: (entry.model, bits_per_second(entry.rate) or float("inf"), entry.ranks))
+    ordered = sorted(entries, key=lambda entry: (
+        entry.model, bits_per_second(entry.rate) or float("inf"), entry.ranks_per_machine, entry.ranks))
     page.parent.mkdir(parents=True, exist_ok=True)
     charts = {model: page.with_name(f"{page.stem}_{model.replace(':', '_')}.png") for model in _distinct(
         entry.model for entry in ordered)}
@@ -62,16 +65,17 @@ _INTRODUCTION = """\
 
     make bench-network          # as root; writes this page
 
-Written by `benchmarks/network`; no figure was entered by hand. Ranks are processes under `horovodrun --gloo`, each in a
-network namespace of its own, whose link to a switch carries the bandwidth of the table in each direction (`tc tbf`,
-queue of {queue} ms). An **exchange** is what `hvd.DistributedOptimizer` does with the gradients of a step, from the
-first hook of backward() to the end of synchronize(), compression included; gradients are constant, standard normal,
-another set on each rank, and computing them is no part of it. Methods take turns within a round. Before, ranks compared
+Written by `benchmarks/network`; no figure was entered by hand. Ranks are processes under `horovodrun --gloo`. Each
+machine is a network namespace, whose link to a switch carries the bandwidth of the table in each direction (`tc tbf`,
+queue of {queue} ms); there is one rank on each, unless the table tells of machines with several. An **exchange** is
+what `hvd.DistributedOptimizer` does with the gradients of a step, from the first hook of backward() to the end of
+synchronize(), compression included; gradients are constant, standard normal, another set on each rank, and computing
+them is no part of it. Methods take turns within a round. Before, ranks compared
 what they had received with each method: equal in every bit.
 
 - **time** is that of the slowest rank; median over rounds, with the fastest and the slowest round.
 - **/ fp32** and **/ fp16**: median of the ratios within a round; below 1 is faster.
-- **sent**: bytes that left a rank's interface, median over ranks and rounds, negotiation and headers included.
+- **sent**: bytes that left a machine's interface, median over ranks and rounds, negotiation and headers included.
 - **formula**: bytes of the method's formula ([design](design.md)), and how far what was sent is from it.
 - **link time**: what the link must take for the formula's bytes, if there were neither latency nor computing, when
   headers take {share:.1f} % of its bandwidth; and how far time is from it. Within {near} %, the link is what limits."""
@@ -100,7 +104,8 @@ def _table(entries: Sequence[Entry]) -> str:
              "off, %", "link time, ms", "off, %"), ("--:", ":--", *["--:"] * 9)]
     for entry in entries:
         for method, summary in entry.summaries().items():
-            rows.append((f"{entry.ranks}", METHODS[method].label, *_cells(summary, _prediction(entry, method))))
+            rows.append((entry.layout.replace(" ranks", ""), METHODS[method].label,
+                         *_cells(summary, _prediction(entry, method))))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -121,7 +126,7 @@ def _shortfalls(entries: Sequence[Entry]) -> list[str]:
             for method, summary in entry.summaries().items():
                 if complaint := complains(entry, method, summary):
                     found.setdefault((METHODS[method].label, entry.model, entry.rate), []).append(
-                        f"{complaint} with {entry.ranks} ranks")
+                        f"{complaint} with {entry.layout}")
         return [f"- {', '.join(where)}: {'; '.join(what)}" for where, what in found.items()]
 
     def slower(entry: Entry, method: str, summary: Summary) -> str | None:
@@ -151,7 +156,7 @@ def _far_from_link(entries: Sequence[Entry]) -> list[str]:
             predicted = _prediction(entry, method).seconds
             if predicted is not None:
                 found.setdefault((entry.model, entry.rate), []).append(
-                    (_percent_off(summary.seconds, predicted), f"{METHODS[method].label} with {entry.ranks} ranks"))
+                    (_percent_off(summary.seconds, predicted), f"{METHODS[method].label} with {entry.layout}"))
     lines = []
     for where, times in found.items():
         far = [off for off, _ in times if off > NEAR_PERCENT]
@@ -166,17 +171,18 @@ def draw(entries: Sequence[Entry], path: pathlib.Path) -> None:
     import matplotlib
     matplotlib.use("Agg")  # Draws into a file: no display is needed.
     import matplotlib.pyplot as plt
-    numbers = sorted({entry.ranks for entry in entries})
+    layouts = _distinct(entry.layout for entry in sorted(entries, key=lambda entry: (entry.ranks_per_machine,
+                                                                                    entry.ranks)))
     rates = _distinct(entry.rate for entry in entries)
     methods = [method for method in METHODS if any(method in entry.rounds[0] for entry in entries)]
     width = 0.85 / len(methods)
-    figure, panels = plt.subplots(1, len(numbers), figsize=(1 + 4 * len(numbers), 4), layout="constrained", sharey=True,
+    figure, panels = plt.subplots(1, len(layouts), figsize=(1 + 4 * len(layouts), 4), layout="constrained", sharey=True,
                                   squeeze=False)
-    for ranks, axes in zip(numbers, panels[0]):
+    for layout, axes in zip(layouts, panels[0]):
         for number, method in enumerate(methods):
             bars = [(rates.index(entry.rate) + (number - (len(methods) - 1) / 2) * width, entry.summaries()[method],
                      _prediction(entry, method).seconds)
-                    for entry in entries if entry.ranks == ranks and method in entry.rounds[0]]
+                    for entry in entries if entry.layout == layout and method in entry.rounds[0]]
             medians = [summary.seconds for _, summary, _ in bars]
             axes.bar([place for place, _, _ in bars], medians, width, color=f"C{number}", label=METHODS[method].label,
                      yerr=[[summary.seconds - summary.fastest for _, summary, _ in bars],
@@ -185,7 +191,7 @@ def draw(entries: Sequence[Entry], path: pathlib.Path) -> None:
             known = [(place, seconds) for place, _, seconds in bars if seconds is not None]
             axes.hlines([seconds for _, seconds in known], [place - width / 2 for place, _ in known],
                         [place + width / 2 for place, _ in known], color="k", linewidth=1.5)
-        axes.set(title=f"{ranks} ranks", yscale="log", xticks=range(len(rates)), xticklabels=rates)
+        axes.set(title=layout, yscale="log", xticks=range(len(rates)), xticklabels=rates)
         axes.grid(alpha=0.3, axis="y", which="both")
         axes.set_axisbelow(True)
     panels[0, 0].set_ylabel("seconds per exchange")
@@ -196,7 +202,7 @@ def draw(entries: Sequence[Entry], path: pathlib.Path) -> None:
 
 
 def _prediction(entry: Entry, method: str) -> Prediction:
-    return predict(method, entry.elements, entry.ranks, bits_per_second(entry.rate))
+    return predict(method, entry.elements, entry.ranks, bits_per_second(entry.rate), entry.ranks_per_machine)
 
 
 def _percent_off(measured: float, predicted: float) -> float:

@@ -1,10 +1,12 @@
 """What was measured: entries in a JSON file, one for each rate, number of ranks and model, each from a single run.
 
     {"format_version": 1, "entries": [
-        {"rate": "1gbit", "ranks": 2, "model": "resnet50", "elements": [9408, 64, ...], "machine": {...},
-         "rounds": [{"none": {"seconds": [...], "sent": [...], "received": [...]}, "fp16": {...}, ...}, ...]}]}
+        {"rate": "1gbit", "ranks": 2, "ranks_per_machine": 1, "model": "resnet50", "elements": [9408, 64, ...],
+         "machine": {...}, "rounds": [{"none": {"seconds": [...], "sent": [...], "received": [...]}, "fp16": {...}, ..},
+                                      ...]}]}
 
-Values of a round are those of all ranks; bytes are what passed ``eth0``.
+Values of a round are those of all ranks; bytes are what passed ``eth0``, which the ranks of a machine share. "machine"
+tells of the one on which all of this ran.
 """
 
 from __future__ import annotations
@@ -12,29 +14,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import statistics
 from typing import Any
 
+from hvd_twobit.bench.rounds import Summary, summarize
+
 FORMAT_VERSION = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """One method in one entry.
-
-    Attributes:
-        seconds: median over rounds of an exchange's time, which is that of the slowest rank.
-        fastest, slowest: of the rounds, in seconds.
-        to_fp32, to_fp16: median over rounds of the ratio to the time that these took in the same round.
-        sent: bytes: median over rounds and ranks of what a rank sent.
-    """
-
-    seconds: float
-    fastest: float
-    slowest: float
-    to_fp32: float
-    to_fp16: float
-    sent: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,23 +31,22 @@ class Entry:
     elements: list[int]
     machine: dict[str, Any]
     rounds: list[dict[str, dict[str, list[float]]]]
+    ranks_per_machine: int = 1
 
     @property
-    def key(self) -> tuple[str, int, str]:
+    def layout(self) -> str:
+        """Ranks and machines, for reports."""
+        machines = self.ranks // self.ranks_per_machine
+        return f"{self.ranks} ranks" + ("" if self.ranks_per_machine == 1 else f" on {machines} machines")
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
         """What a later run replaces this entry by."""
-        return self.rate, self.ranks, self.model
+        return self.rate, self.ranks, self.ranks_per_machine, self.model
 
     def summaries(self) -> dict[str, Summary]:
         """By method, in the order of the first round."""
-        seconds = {method: [max(of_round[method]["seconds"]) for of_round in self.rounds] for method in self.rounds[0]}
-
-        def to(baseline: str, own: list[float]) -> float:
-            return statistics.median(mine / other for mine, other in zip(own, seconds[baseline]))
-
-        return {method: Summary(
-            statistics.median(own), min(own), max(own), to("none", own), to("fp16", own),
-            statistics.median(nbytes for of_round in self.rounds for nbytes in of_round[method]["sent"]),
-        ) for method, own in seconds.items()}
+        return summarize(self.rounds)
 
 
 def load(path: pathlib.Path) -> list[Entry]:

@@ -58,6 +58,8 @@ def parse_arguments():
     compression.add_argument("--twobit-allreduce", action="store_true", help="send gradients as two bits an element")
     parser.add_argument("--twobit-threshold", type=threshold, default="auto",
                         help="what two bits stand for, plus or minus: a number, or auto for levels that adapt")
+    parser.add_argument("--twobit-transport", choices=["auto", "allgather", "sra", "allreduce"], default="auto",
+                        help="how two bits travel; auto takes what a cost model finds fastest")
     parser.add_argument("--progress-bar", action="store_true",
                         help="draw a progress bar though the output is no terminal (horovodrun's is)")
     parser.add_argument("--output", type=pathlib.Path, help="write what was measured to this JSON file")
@@ -111,7 +113,9 @@ def main():
 
     # Horovod: (optional) compression algorithm.
     if args.twobit_allreduce:
-        compression = TwoBit(threshold=args.twobit_threshold)
+        compression = TwoBit(threshold=args.twobit_threshold, transport=args.twobit_transport)
+        if hvd.size() == 1:
+            print("One process sends nothing, so nothing is compressed: start several with horovodrun --gloo -np 2.")
     else:
         compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
 

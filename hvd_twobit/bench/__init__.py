@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -21,6 +23,13 @@ def machine_facts() -> dict[str, str | int | float]:
         "numpy": version("numpy"),
         "numba": version("numba"),
     }
+
+
+def require(*modules: str) -> None:
+    """Raise click.ClickException unless the modules are installed; nothing is imported."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise click.ClickException(f"not installed: {', '.join(missing)}; `hvd-twobit check` tells what to install")
 
 
 def progress_bar(quiet: bool) -> Progress:

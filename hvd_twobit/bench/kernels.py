@@ -91,7 +91,7 @@ class Workload:
         self.out = np.zeros(elements, np.float32)
         codes = random.integers(0, 256, (max(RANKS), packed_nbytes(elements)), np.uint8)
         self.packed = codes & (0b10101010 | codes >> np.uint8(1))  # no code 01, half of the others 00
-        self.backend = kernels.load("numba")
+        self.backend = kernels.load(kernels.DEFAULT_BACKEND)
 
     def cases(self) -> list[tuple[Case, Callable[[], object]]]:
         """Every case that is measured and what runs it once, in the order of the tables."""

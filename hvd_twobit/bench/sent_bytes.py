@@ -1,7 +1,7 @@
 """Counts what a rank hands to Horovod's collectives, in the same way whatever the framework and the compression.
 
-For measurements such as those of the examples: it wraps private functions of Horovod 0.28.1, for good, in the process
-that asks for it. Training does not need it.
+For measurements such as those of the examples: it wraps private functions of Horovod 0.28.1 in the process that asks
+for it, for good or until the ``with`` ends. Training does not need it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class SentBytes:
     sends it 2 (n - 1) / n times from each rank in an allreduce and n - 1 times in an allgather: with two ranks, once in
     both. What Horovod and TCP add (negotiation, message headers) is not counted.
 
-    Under TensorFlow, functions that were traced before are not counted: make this first.
+    Under TensorFlow, functions that were traced before are not counted, and those that were traced meanwhile always
+    are: make this first.
 
     Args:
         front_end: ``"torch"`` or ``"tensorflow"``, the latter for Keras too.
@@ -41,8 +42,17 @@ class SentBytes:
         name, collectives = _COLLECTIVES[front_end]
         module = importlib.import_module(name)
         counted = self._counted_in_torch if front_end == "torch" else self._counted_in_tensorflow
-        for collective in collectives:
-            setattr(module, collective, counted(getattr(module, collective)))
+        self._module = module
+        self._originals = {collective: getattr(module, collective) for collective in collectives}
+        for collective, original in self._originals.items():
+            setattr(module, collective, counted(original))
+
+    def __enter__(self) -> SentBytes:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for collective, original in self._originals.items():
+            setattr(self._module, collective, original)
 
     def _add(self, nbytes: Any) -> None:
         with self._lock:

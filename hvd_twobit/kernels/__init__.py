@@ -47,18 +47,22 @@ SUM_CHUNK_ELEMENTS = 1024
 COUNT_BITS = (4, 8, 16)
 """Bits that a count may take. Its lowest value stands for NaN, so that b bits are enough for 2^(b-1) - 1 ranks."""
 
-_MODULES = {"numpy": "reference", "numba": "cpu"}
+BACKENDS = {"numpy": "reference", "numba": "cpu"}
+"""Name of each backend and of its module here. The first is the definition; CONTRIBUTING.md tells how to add one."""
+
+DEFAULT_BACKEND = "numba"
+"""What training uses."""
 
 
 def load(name: str) -> types.ModuleType:
-    """Return the backend module called ``name`` (``"numpy"`` or ``"numba"``), importing it if need be.
+    """Return the backend module called ``name``, one of ``BACKENDS``, importing it if need be.
 
     Raises:
         KeyError: there is no backend of that name.
     """
-    if name not in _MODULES:
-        raise KeyError(f"no kernel backend is called {name!r}: choose one of {', '.join(sorted(_MODULES))}")
-    return importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    if name not in BACKENDS:
+        raise KeyError(f"no kernel backend is called {name!r}: choose one of {', '.join(sorted(BACKENDS))}")
+    return importlib.import_module(f"{__name__}.{BACKENDS[name]}")
 
 
 def packed_nbytes(elements: int) -> int:

@@ -16,7 +16,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numba import __version__ as numba_version
@@ -221,7 +221,7 @@ def unpack_digits(words: np.ndarray, digits: Digits, divisor: float, levels: np.
                    block_elements, out, scale, group)
 
 
-def _compiled(signature) -> Callable[[Callable], Callable]:
+def _compiled(signature: Any) -> Callable[[Callable], Callable]:
     """Compile now for one signature; cached on disk, or where that fails (nothing is writable) for this process.
 
     The name of Numba's cache files gets a digest of all that the machine code depends on. Numba alone keeps that in

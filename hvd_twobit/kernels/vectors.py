@@ -48,7 +48,8 @@ def _splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
                                   _WORDS([0] * ELEMENTS_PER_WORD))
 
 
-def _address(context, builder: ir.IRBuilder, array_type: types.Array, array: ir.Value, offset: ir.Value) -> ir.Value:
+def _address(context: Any, builder: ir.IRBuilder, array_type: types.Array, array: ir.Value,
+             offset: ir.Value) -> ir.Value:
     """Pointer to the byte ``offset`` bytes behind the beginning of an array's data."""
     data = cgutils.create_struct_proxy(array_type)(context, builder, value=array).data
     return builder.gep(builder.bitcast(data, _I8.as_pointer()), [offset])
@@ -117,7 +118,7 @@ def quantize_word(typing_context, gradient, residual, start, packed, byte, valid
     return types.uint32(gradient, residual, start, packed, byte, types.uint32, thresholds, levels, lanes), generate
 
 
-def _load_word_values(context, builder: ir.IRBuilder, signature, arguments) -> ir.Value:
+def _load_word_values(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
     """Sixteen floats: what the codes of ``packed[rank, 4 * word:4 * word + 4]`` stand for.
 
     The first four arguments of the caller are packed, rank, word and the tuple of floats for (00, 10, 11).
@@ -175,7 +176,7 @@ def _count_type(bits: int) -> ir.VectorType:
     return ir.VectorType(ir.IntType(max(bits, 8)), ELEMENTS_PER_WORD)
 
 
-def _row_address(context, builder: ir.IRBuilder, array_type: types.Array, array: ir.Value, row: ir.Value,
+def _row_address(context: Any, builder: ir.IRBuilder, array_type: types.Array, array: ir.Value, row: ir.Value,
                  byte: ir.Value) -> ir.Value:
     """Pointer to a byte of a row of a two-dimensional array of bytes."""
     rows = cgutils.create_struct_proxy(array_type)(context, builder, value=array)

@@ -6,9 +6,9 @@ The file has an entry for each rate, number of ranks and model::
         {"rate": "1gbit", "ranks": 2, "model": "resnet50", "elements": [9408, 64, ...], "machine": {"cores": 2, ...},
          "rounds": [{"none": {"seconds": [...], "sent": [...], "received": [...]}, ...}, ...]}]}
 
-with values of all ranks in each round. Seconds are those of the slowest rank, bytes those of the rank that received
-most, both as medians over rounds. Ranks were processes of one machine: where they are more than its cores, what a rank
-computes is taken to last longer in that proportion.
+with values of all ranks in each round, and ``ranks_per_machine`` where several shared a link. Seconds are those of the
+slowest rank, bytes those of the rank that received most, both as medians over rounds. Ranks were processes of one
+machine: where they are more than its cores, what a rank computes is taken to last longer in that proportion.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ..cost_model import DEFAULT_PROCESSOR, METHODS, Link, cost
+from ..cost_model import DEFAULT_PROCESSOR, HIERARCHICAL, METHODS, Link, cost
 from ..errors import TwoBitError
 from .units import BANDWIDTH
 
@@ -41,6 +41,7 @@ class Comparison:
 
     rate: str
     ranks: int
+    ranks_per_machine: int
     model: str
     method: str
     measured_nbytes: float
@@ -98,20 +99,21 @@ def run(path: pathlib.Path, unshaped_bits: float | None, latency_s: float, bucke
 def compare(entry: dict[str, Any], unshaped_bits: float | None, latency_s: float,
             bucket_cap_mb: float) -> Iterator[Comparison]:
     """The methods of one entry, in the order of its first round."""
-    rate, ranks = entry["rate"], entry["ranks"]
+    rate, ranks, per_machine = entry["rate"], entry["ranks"], entry.get("ranks_per_machine", 1)
     bits = unshaped_bits if rate == UNSHAPED else BANDWIDTH.convert(rate, None, None)
     link = Link(bits, latency_s)  # type: ignore[arg-type]  # run leaves out what has no limit and no bandwidth given
     processor = DEFAULT_PROCESSOR.slowed(max(1.0, ranks / entry["machine"]["cores"]))
     for name in entry["rounds"][0]:
         rounds = [of_round[name] for of_round in entry["rounds"]]
         method = _METHOD_NAMES.get(name, name)
-        predicted = cost(method, sum(entry["elements"]), ranks, link=link, bucket_cap_mb=bucket_cap_mb,
-                         processor=processor)
+        predicted = cost(method, sum(entry["elements"]), ranks, ranks_per_machine=per_machine, link=link,
+                         bucket_cap_mb=bucket_cap_mb, processor=processor)
         nbytes, seconds = (statistics.median(max(of_round[what]) for of_round in rounds)
                            for what in ("received", "seconds"))
         if not (nbytes > 0 and seconds > 0):
             raise ValueError(f"{name} received {nbytes} bytes in {seconds} seconds")
-        yield Comparison(rate, ranks, entry["model"], method, nbytes, predicted.nbytes, seconds, predicted.seconds)
+        yield Comparison(rate, ranks, per_machine, entry["model"], method, nbytes, predicted.nbytes, seconds,
+                         predicted.seconds)
 
 
 def _entries(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -136,21 +138,23 @@ def _medians(comparisons: Sequence[Comparison]) -> dict[str, float]:
 
 def _methods(comparisons: Sequence[Comparison]) -> list[str]:
     found = {one.method for one in comparisons}
-    return [method for method in METHODS if method in found]
+    return [method for method in (*METHODS, HIERARCHICAL) if method in found]
 
 
 def _print_table(comparisons: Sequence[Comparison], left_out: int) -> None:
     console = Console()
-    for (rate, ranks, model), of_entry in itertools.groupby(comparisons, lambda one: (one.rate, one.ranks, one.model)):
+    for (rate, ranks, per_machine, model), of_entry in itertools.groupby(
+            comparisons, lambda one: (one.rate, one.ranks, one.ranks_per_machine, one.model)):
+        machines = f" on machines of {per_machine}" if per_machine > 1 else ""
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-        table.add_column("method", min_width=9)
+        table.add_column("method", min_width=12)
         for heading in ("MB", "predicted", "error %", "ms", "predicted", "error %"):
             table.add_column(heading, justify="right", min_width=9)
         for one in of_entry:
             table.add_row(one.method, f"{one.measured_nbytes / 1e6:,.1f}", f"{one.predicted_nbytes / 1e6:,.1f}",
                           f"{one.nbytes_error:+.1f}", f"{1e3 * one.measured_s:,.1f}", f"{1e3 * one.predicted_s:,.1f}",
                           f"{one.seconds_error:+.1f}")
-        console.print(f"{rate}, {ranks} ranks, {model}", soft_wrap=True, highlight=False)
+        console.print(f"{rate}, {ranks} ranks{machines}, {model}", soft_wrap=True, highlight=False)
         console.print(table)
         console.print()
     for name, chosen in [("all", comparisons), *((method, [one for one in comparisons if one.method == method])

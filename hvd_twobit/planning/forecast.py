@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from ..cost_model import DEFAULT_PROCESSOR, METHODS, TRANSPORTS, Cost, Link, Processor, choose, cost
+from ..cost_model import DEFAULT_PROCESSOR, HIERARCHICAL, METHODS, TRANSPORTS, Cost, Link, Processor, choose, cost
 
 ALWAYS = "always"
 NEVER = "never"
@@ -29,17 +29,24 @@ class Scenario:
         workers: number of ranks.
         link: the network between them.
         bucket_cap_mb: most MiB of float32 gradient in a bucket.
+        ranks_per_machine: how many ranks share a machine and its link.
     """
 
     parameters: int
     workers: int
     link: Link
     bucket_cap_mb: float
+    ranks_per_machine: int = 1
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What is compared: two levels only where they make a difference."""
+        return METHODS if self.ranks_per_machine == 1 else (*METHODS, HIERARCHICAL)
 
     def cost(self, method: str, processor: Processor = DEFAULT_PROCESSOR) -> Cost:
         """What an exchange with ``method`` costs; ConfigError where an argument cannot be used."""
-        return cost(method, self.parameters, self.workers, link=self.link, bucket_cap_mb=self.bucket_cap_mb,
-                    processor=processor)
+        return cost(method, self.parameters, self.workers, ranks_per_machine=self.ranks_per_machine, link=self.link,
+                    bucket_cap_mb=self.bucket_cap_mb, processor=processor)
 
     def at(self, bits_per_second: float) -> Scenario:
         """The same with another bandwidth."""
@@ -47,12 +54,12 @@ class Scenario:
 
 
 def costs(scenario: Scenario) -> dict[str, Cost]:
-    """By method, in the order of ``METHODS``, auto last.
+    """By method, in their order.
 
     Raises:
         ConfigError: an argument of the scenario cannot be used.
     """
-    return {method: scenario.cost(method) for method in METHODS}
+    return {method: scenario.cost(method) for method in scenario.methods}
 
 
 def break_even(scenario: Scenario, baseline: str) -> float | str:
@@ -65,7 +72,8 @@ def break_even(scenario: Scenario, baseline: str) -> float | str:
     """
     def pays(bits_per_second: float) -> bool:
         there = scenario.at(bits_per_second)
-        return (min(there.cost(transport, _FREE_TCP).seconds for transport in TRANSPORTS)
+        ways = [method for method in scenario.methods if method in (*TRANSPORTS, HIERARCHICAL)]
+        return (min(there.cost(way, _FREE_TCP).seconds for way in ways)
                 < there.cost(baseline, _FREE_TCP).seconds)
 
     if pays(HIGHEST_BITS):

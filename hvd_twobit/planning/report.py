@@ -12,7 +12,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ..cost_model import AUTO, DEFAULT_BUCKET_CAP_MB, DEFAULT_LINK, METHODS, TRANSPORTS, UNCOMPRESSED, Cost, Link
+from ..cost_model import (
+    AUTO,
+    DEFAULT_BUCKET_CAP_MB,
+    DEFAULT_LINK,
+    HIERARCHICAL,
+    TRANSPORTS,
+    UNCOMPRESSED,
+    Cost,
+    Link,
+)
 from ..errors import ConfigError
 from .forecast import ALWAYS, HIGHEST_BITS, LOWEST_BITS, Scenario, break_even, choices, costs
 from .models import MODELS
@@ -22,7 +31,8 @@ PLOTTED_WORKERS = tuple(2**power for power in range(1, 11))
 
 
 def run(parameters: int | None, model: str | None, workers: int, bits_per_second: float, latency_s: float,
-        bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB, as_json: bool = False, plot: pathlib.Path | None = None) -> None:
+        bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB, as_json: bool = False, plot: pathlib.Path | None = None,
+        ranks_per_machine: int = 1) -> None:
     """Predict and print.
 
     Args:
@@ -34,6 +44,7 @@ def run(parameters: int | None, model: str | None, workers: int, bits_per_second
         bucket_cap_mb: most MiB of float32 gradient in a bucket of TwoBit.
         as_json: print JSON instead of a table.
         plot: where to draw exchange times against numbers of workers.
+        ranks_per_machine: how many ranks share a machine and its link.
 
     Raises:
         click.UsageError: a value cannot be used.
@@ -43,7 +54,8 @@ def run(parameters: int | None, model: str | None, workers: int, bits_per_second
     if model is not None:
         facts = {"model": model, **dataclasses.asdict(MODELS[model])}
     try:
-        scenario = Scenario(facts["parameters"], workers, Link(bits_per_second, latency_s), bucket_cap_mb)
+        scenario = Scenario(facts["parameters"], workers, Link(bits_per_second, latency_s), bucket_cap_mb,
+                            ranks_per_machine)
         predicted = costs(scenario)
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
@@ -51,8 +63,8 @@ def run(parameters: int | None, model: str | None, workers: int, bits_per_second
     if plot is not None:
         draw(scenario, plot)
     if as_json:
-        print(json.dumps({**facts, "workers": workers, "link": dataclasses.asdict(scenario.link),
-                          "bucket_cap_mb": bucket_cap_mb,
+        print(json.dumps({**facts, "workers": workers, "ranks_per_machine": ranks_per_machine,
+                          "link": dataclasses.asdict(scenario.link), "bucket_cap_mb": bucket_cap_mb,
                           "methods": [_with_ratios(one, predicted) for one in predicted.values()],
                           "break_even_bits_per_second": break_evens,
                           "auto_from_elements": _by_size(workers, DEFAULT_LINK),
@@ -72,7 +84,8 @@ def label(method: str, transports: tuple[str, ...] = ()) -> str:
     """How a method is called in tables and charts."""
     if method in UNCOMPRESSED:
         return method
-    return f"2-bit {method}" + (f" ({', '.join(transports)})" if method == AUTO and transports else "")
+    named = "two levels" if method == HIERARCHICAL else method
+    return f"2-bit {named}" + (f" ({', '.join(transports)})" if method in (AUTO, HIERARCHICAL) and transports else "")
 
 
 def _print_table(facts: dict[str, Any], scenario: Scenario, predicted: dict[str, Cost],
@@ -88,15 +101,18 @@ def _print_table(facts: dict[str, Any], scenario: Scenario, predicted: dict[str,
                       f"{1e3 * one.seconds:,.1f}",
                       *(f"{predicted[baseline].seconds / one.seconds:.2f}" for baseline in UNCOMPRESSED))
     console = Console()
-    console.print(f"{named}{scenario.parameters:,} parameters; {scenario.workers} workers, {link}\n", soft_wrap=True,
-                  highlight=False)
+    per_machine = f" on machines of {scenario.ranks_per_machine}" if scenario.ranks_per_machine > 1 else ""
+    console.print(f"{named}{scenario.parameters:,} parameters; {scenario.workers} workers{per_machine}, {link}\n",
+                  soft_wrap=True, highlight=False)
     console.print(table)
-    best = min(TRANSPORTS, key=lambda transport: predicted[transport].seconds)
+    best = min([method for method in predicted if method in (*TRANSPORTS, HIERARCHICAL)],
+               key=lambda method: predicted[method].seconds)
     console.print()
     for text in (f"Fastest here: {label(best)}.",
                  _auto_sentence(scenario.workers),
                  *(_pays_sentence(baseline, until) for baseline, until in break_evens.items()),
-                 "x fp32, x fp16: times as fast. Per step and rank; predicted by hvd_twobit.cost_model, not measured."):
+                 f"x fp32, x fp16: times as fast. Per step and {'machine' if per_machine else 'rank'}; predicted by "
+                 "hvd_twobit.cost_model, not measured."):
         console.print(text, soft_wrap=True, highlight=False)
 
 
@@ -134,12 +150,13 @@ def draw(scenario: Scenario, path: pathlib.Path) -> None:
                               title=f"{scenario.parameters:,} parameters, "
                                     f"{bandwidth_text(scenario.link.bits_per_second)}, "
                                     f"{latency_text(scenario.link.latency_s)}")
-    for method in METHODS:
+    plotted = [scenario.ranks_per_machine * workers for workers in PLOTTED_WORKERS
+               if scenario.ranks_per_machine * workers <= PLOTTED_WORKERS[-1]]
+    for method in scenario.methods:
         linestyle, width = ("--", 3.0) if method == AUTO else ("-", 1.5)
-        axes.plot(PLOTTED_WORKERS, [1e3 * dataclasses.replace(scenario, workers=workers).cost(method).seconds
-                                    for workers in PLOTTED_WORKERS], label=label(method), linestyle=linestyle,
-                  linewidth=width)
-    axes.set_xticks(PLOTTED_WORKERS, [str(workers) for workers in PLOTTED_WORKERS], minor=False)
+        axes.plot(plotted, [1e3 * dataclasses.replace(scenario, workers=workers).cost(method).seconds
+                            for workers in plotted], label=label(method), linestyle=linestyle, linewidth=width)
+    axes.set_xticks(plotted, [str(workers) for workers in plotted], minor=False)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,8 +1,11 @@
 """TensorFlow front end: ``compression=TwoBit`` in the optimizers and gradient tapes of ``horovod.tensorflow``."""
 
-from . import hook
-from .checkpoint import CheckpointedResiduals
-from .compressor import TwoBit
+from ..installed import explained
+
+with explained("tensorflow"):
+    from . import hook
+    from .checkpoint import CheckpointedResiduals
+    from .compressor import TwoBit
 
 hook.install()
 

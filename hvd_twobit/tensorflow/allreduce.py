@@ -20,7 +20,7 @@ from .. import joining
 from ..calls import is_in_group, mark_words
 from ..config import TwoBitConfig
 from ..digit_codec import quantize_once, sum_of
-from ..errors import UnsupportedOperationError
+from ..errors import ConfigError, UnsupportedOperationError
 from ..named import NamedTensor, Sent
 from .buffers import aligned_empty
 from .exchange import HOROVOD_DTYPES
@@ -101,8 +101,12 @@ def compress(config: TwoBitConfig, tensor: Any,
         tensor_of: what is kept of the tensor.
 
     Raises:
+        ConfigError: it is a tensor of PyTorch's.
         UnsupportedOperationError: XLA is to compile the graph; when a gradient is asked for, it would be lost.
     """
+    if type(tensor).__module__.partition(".")[0] == "torch":
+        raise ConfigError(f"hvd_twobit.tensorflow.TwoBit was given a torch.{type(tensor).__name__}: with horovod.torch "
+                          "take TwoBit from hvd_twobit.torch")
     tensor = tf.convert_to_tensor(tensor)
     if not tensor.dtype.is_floating:
         return tensor, None

@@ -54,8 +54,8 @@ class TwoBit(TwoBitParameters, Compressor):
     Transport: tensors travel in buckets, in the order in which backward computes gradients. By ``"allgather"`` a rank
     receives the codes of all others, which are more the more ranks there are. By ``"sra"`` (scatter-reduce-allgather)
     each rank sums a part of the bucket for all; what a rank receives does not grow with their number, but that sums are
-    wider from 8 and from 128 ranks on. Both give the same bits. ``"auto"`` takes for each bucket what costs less by a
-    model.
+    wider from 8 and from 128 ranks on. By ``"allreduce"`` Horovod's own allreduce adds the codes up. All give the same
+    bits. ``"auto"`` takes for each bucket what costs least by a model.
 
     Several ranks per machine: with ``hierarchical`` the ranks of a machine add up their gradients in float32, each in
     its share of every tensor, and two bits go between machines only, from each rank to those of its number elsewhere.
@@ -106,6 +106,13 @@ class TwoBit(TwoBitParameters, Compressor):
     def compress(self, tensor: Any) -> tuple[tf.Tensor, Context]:
         """Horovod's first half of an allreduce: what to sum for a tensor. Without a name, what is not sent is lost.
 
+        Args:
+            tensor: of any shape and dtype; integers, bool and sparse tensors are handed on as they are.
+
+        Returns:
+            A tensor that Horovod may add up over ranks (for a tensor that is compressed, float64 words that hold codes
+            as digits), and what ``decompress`` needs to know.
+
         Raises:
             UnsupportedOperationError: XLA is to compile the graph.
         """
@@ -113,7 +120,16 @@ class TwoBit(TwoBitParameters, Compressor):
 
     @staticmethod
     def decompress(tensor: tf.Tensor, ctx: Context) -> tf.Tensor:
-        """Horovod's second half of an allreduce: the reduced tensor for what the collective returned."""
+        """Horovod's second half of an allreduce: the reduced tensor, in the shape and dtype of the one before.
+
+        Args:
+            tensor: what the collective returned.
+            ctx: what the first half returned beside what was sent; None for what travelled as it was.
+
+        Raises:
+            tf.errors.OpError: with the text of a ``PayloadError``, in the step: ranks have not sent what belongs
+                together.
+        """
         return tensor if ctx is None else ctx.finish(tensor)
 
     def named(self, name: str) -> NamedTwoBit:
@@ -136,7 +152,7 @@ class NamedTwoBit(NamedCompression, Compressor):
     """
 
     def compress(self, tensor: Any) -> tuple[tf.Tensor, Context]:
-        """Horovod's first half of an allreduce."""
+        """As ``TwoBit.compress``; what is not sent stays in the residual."""
         return allreduce.compress(self.config, tensor, self.tensor)
 
     @staticmethod

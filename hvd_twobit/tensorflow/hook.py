@@ -131,6 +131,12 @@ def residuals_of(optimizer_or_tape: Any) -> ResidualRegistry:
     was last asked for or, before that, of those that the tape watches. So a tape in a function that was traced, or a
     new tape around a forward pass, shows what all tapes of that model share, and a checkpoint can be loaded into it.
 
+    Args:
+        optimizer_or_tape: what ``hvd.DistributedOptimizer`` or ``hvd.DistributedGradientTape`` returned.
+
+    Returns:
+        The registry itself, by variable name, not a copy.
+
     Raises:
         ConfigError: it does not use TwoBit; or a tape's variables are not known yet, or first appeared in tapes of
             different models.
@@ -279,6 +285,7 @@ def _gradient(original: Any, *args: Any, **kwargs: Any) -> Any:
 @tf.autograph.experimental.do_not_convert
 def _allreduce(original: Any, *args: Any, **kwargs: Any) -> Any:
     given = arguments(original, args, kwargs)
+    TwoBit.refuse_foreign(given["compression"])
     if not is_twobit(given["compression"]):
         return original(*args, **kwargs)
     if given["op"] not in (None, hvd.Average, hvd.Sum):

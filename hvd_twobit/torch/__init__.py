@@ -1,8 +1,11 @@
 """PyTorch front end: ``hvd.DistributedOptimizer(opt, ..., compression=TwoBit)``, ``hvd`` being horovod.torch."""
 
-from . import hook
-from .checkpoint import as_tensors
-from .compressor import TwoBit
+from ..installed import explained
+
+with explained("torch"):
+    from . import hook
+    from .checkpoint import as_tensors
+    from .compressor import TwoBit
 
 hook.install()
 

@@ -14,7 +14,7 @@ import torch
 from ..calls import is_in_group, mark_words
 from ..config import TwoBitConfig
 from ..digit_codec import quantize_once, sum_of
-from ..errors import UnsupportedOperationError
+from ..errors import ConfigError, UnsupportedOperationError
 from ..named import NamedTensor, Sent
 from .exchange import HOROVOD_DTYPES, as_flat_float32
 
@@ -74,8 +74,12 @@ def compress(config: TwoBitConfig, tensor: torch.Tensor,
         named: what is kept of the tensor.
 
     Raises:
+        ConfigError: it is no tensor of PyTorch's.
         UnsupportedOperationError: a derivative would be lost.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"hvd_twobit.torch.TwoBit was given a {type(tensor).__module__}.{type(tensor).__name__}, no "
+                          "torch.Tensor: with horovod.tensorflow take TwoBit from hvd_twobit.tensorflow")
     if not tensor.dtype.is_floating_point or tensor.layout != torch.strided:
         return tensor, None
     if not config.compresses(tensor.numel()):

@@ -14,6 +14,12 @@ def as_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
 
     ``torch.load(weights_only=True)`` reads these, and refuses NumPy's arrays. ``load_state_dict`` takes either, from
     the CPU's memory.
+
+    Args:
+        state: what ``ResidualRegistry.state_dict`` returned; dictionaries of NumPy arrays and numbers.
+
+    Returns:
+        The same dictionaries and numbers, with a CPU tensor of equal shape and dtype for each array.
     """
     return {key: as_tensors(value) if isinstance(value, Mapping)
             else torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in state.items()}

@@ -7,7 +7,7 @@ with Horovod's optimizers. ``TwoBit`` holds no state of training, so one instanc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Union
+from typing import Any, NoReturn, Union
 
 import horovod.torch as hvd
 import torch
@@ -45,8 +45,15 @@ class TwoBit(TwoBitParameters, Compressor):
     Transport: tensors travel in buckets, in the order in which backward computes gradients. By ``"allgather"`` a rank
     receives the codes of all others, which are more the more ranks there are. By ``"sra"`` (scatter-reduce-allgather)
     each rank sums a part of the bucket for all; what a rank receives does not grow with their number, but that sums are
-    wider from 8 and from 128 ranks on. Both give the same bits. ``"auto"`` takes for each bucket what costs less by a
-    model.
+    wider from 8 and from 128 ranks on. By ``"allreduce"`` Horovod's own allreduce adds the codes up. All give the same
+    bits. ``"auto"`` takes for each bucket what costs least by a model.
+
+    Several ranks per machine: with ``hierarchical`` the ranks of a machine add their gradients up, or average them, in
+    full precision, each for its share of the elements; then it compresses that share for the other machines. What
+    leaves a machine is divided by its number of ranks, and so are residuals (named ``weight[2048:4096]``). It takes
+    process sets: initialize with ``hvd.init(process_sets=hvd_twobit.node_process_sets())``, or set
+    HOROVOD_DYNAMIC_PROCESS_SETS=1. Not for ranks that join at different times (``hvd.join``). In an elastic job,
+    machines may come and go, but Horovod 0.28.1 ends a job with process sets when a worker is killed.
 
     A single tensor: ``hvd.allreduce(tensor, compression=TwoBit)`` and ``hvd.grouped_allreduce`` take it for sums and
     averages. What two bits cannot say is lost there (with the defaults, a relative error of 0.46 for normally
@@ -69,6 +76,9 @@ class TwoBit(TwoBitParameters, Compressor):
             rank.
         bucket_cap_mb: MiB of float32 gradient in a bucket (default 25); a larger tensor is cut into several. The same
             on every rank.
+        hierarchical: True for exchanges of two levels; ``"auto"`` for such where there are several machines with
+            equally many ranks, more than one; False, the default. The environment variable HVD_TWOBIT_HIERARCHICAL
+            (1, 0, auto) overrides it. The same on every rank; see above.
         scaler: the ``torch.amp.GradScaler`` of this optimizer; see above.
 
     Raises:
@@ -80,15 +90,31 @@ class TwoBit(TwoBitParameters, Compressor):
 
     scaler: torch.amp.GradScaler | None = None
 
-    def __init__(self, threshold: float | str | None = None, *, scaler: torch.amp.GradScaler | None = None,
-                 **arguments: Any) -> None:
-        super().__init__(threshold, **arguments)
+    def __init__(self, threshold: float | str | None = None, *, positive_threshold: float | None = None,
+                 negative_threshold: float | None = None, min_elements: int | None = None,
+                 warmup_steps: int | None = None, block_elements: int | None = None, transport: str | None = None,
+                 bucket_cap_mb: float | None = None, hierarchical: bool | str | None = None,
+                 scaler: torch.amp.GradScaler | None = None, **unknown: NoReturn) -> None:
+        super().__init__(threshold, positive_threshold=positive_threshold, negative_threshold=negative_threshold,
+                         min_elements=min_elements, warmup_steps=warmup_steps, block_elements=block_elements,
+                         transport=transport, bucket_cap_mb=bucket_cap_mb, hierarchical=hierarchical, **unknown)
         self.scaler = _checked(scaler)
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any], *, scaler: torch.amp.GradScaler | None = None,
                     **arguments: Any) -> TwoBit:
-        """As ``TwoBitParameters.from_params``, with the ``scaler`` of ``TwoBit``."""
+        """Make a ``TwoBit`` from the dictionary of MXNet's kvstore, ``{"compress": "2bit", ...}``.
+
+        See ``TwoBitConfig.from_params`` for the keys.
+
+        Args:
+            params: MXNet's dictionary, in either of its forms.
+            scaler: as of ``TwoBit``.
+            arguments: further arguments of ``TwoBit``; with ``min_elements=0`` every tensor is compressed, as in MXNet.
+
+        Raises:
+            ConfigError: a key, type or value is not one of MXNet's 2-bit compression; the nearest valid key is named.
+        """
         made = super().from_params(params, **arguments)
         made.scaler = _checked(scaler)
         return made
@@ -97,6 +123,13 @@ class TwoBit(TwoBitParameters, Compressor):
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Context]:
         """Horovod's first half of an allreduce: what to sum for a tensor. Without a name, what is not sent is lost.
 
+        Args:
+            tensor: of any shape and dtype; integers, bool and sparse tensors are handed on as they are.
+
+        Returns:
+            A tensor that Horovod may add up over ranks (for a tensor that is compressed, float64 words that hold codes
+            as digits), and what ``decompress`` needs to know.
+
         Raises:
             UnsupportedOperationError: the tensor requires a gradient, which would be lost.
         """
@@ -104,7 +137,7 @@ class TwoBit(TwoBitParameters, Compressor):
 
     @staticmethod
     def decompress(tensor: torch.Tensor | None, ctx: Context) -> torch.Tensor | None:
-        """Horovod's second half of an exchange: the reduced tensor for what a collective returned.
+        """Horovod's second half of an exchange: the reduced tensor, in the shape and dtype of the one before.
 
         Args:
             tensor: what the collective returned; None for a gradient in a bucket.
@@ -136,7 +169,7 @@ class NamedTwoBit(NamedCompression, Compressor):
     """
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Context]:
-        """Horovod's first half of an allreduce.
+        """As ``TwoBit.compress``; what is not sent stays in the residual.
 
         Raises:
             ResidualError: the tensor had another shape before, or its last exchange has not ended.

@@ -111,6 +111,12 @@ def _functions(module: Any) -> list[Expected]:
 def residuals_of(optimizer: torch.optim.Optimizer) -> ResidualRegistry:
     """The residuals of an optimizer made with ``hvd.DistributedOptimizer(..., compression=TwoBit)``.
 
+    Args:
+        optimizer: what ``hvd.DistributedOptimizer`` returned.
+
+    Returns:
+        The registry itself, by parameter name, not a copy; the same at every call.
+
     Raises:
         ConfigError: the optimizer does not use TwoBit.
     """
@@ -229,6 +235,7 @@ def _refuse_adasum(original: Any, self: Any, params: Any, named_parameters: Any,
 def _allreduce(original: Any, *args: Any, **kwargs: Any) -> Any:
     given = arguments(original, args, kwargs)
     compression = given["compression"]
+    TwoBit.refuse_foreign(compression)
     if not is_twobit(compression):
         return original(*args, **kwargs)
     if given["op"] not in (None, hvd.Average, hvd.Sum):

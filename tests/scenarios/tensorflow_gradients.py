@@ -17,6 +17,7 @@ import horovod.tensorflow.keras as hvd_tensorflow_keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_twobit.config import TRANSPORTS
 from hvd_twobit.tensorflow import TwoBit, residuals_of
 from tests.simulation import SimulatedMachines, gradient, simulated, uncompressed, uncompressed_steps
 
@@ -88,8 +89,6 @@ CONFIGURATIONS = {
     "adaptive levels, sparse gradients": Configuration(compression={}, shapes=EMBEDDING, sparse="table"),
     "adaptive levels in bfloat16 with an overflow": Configuration(compression={}, dtype="bfloat16", overflow=True),
     "adaptive levels in a session": Configuration("session", {}),
-    "sra in small buckets": Configuration(compression=dict(transport="sra", bucket_cap_mb=0.006, block_elements=64,
-                                                           min_elements=0)),
     "sra, sum with warm-up in groups, eagerly": Configuration(
         "tape_eagerly", dict(transport="sra", bucket_cap_mb=0.006, warmup_steps=2), dict(groups=2, op="Sum")),
     "sra in a process set": Configuration(compression=dict(transport="sra"), subset=True),
@@ -101,13 +100,12 @@ CONFIGURATIONS = {
         compression=[dict(threshold=threshold, transport="sra") for threshold in (0.5, 0.1, 2.5)]),
     "sra in bfloat16 with an overflow": Configuration(compression=dict(transport="sra"), dtype="bfloat16",
                                                       overflow=True),
-    "allreduce in small buckets": Configuration(compression=dict(transport="allreduce", bucket_cap_mb=0.006,
-                                                                 block_elements=64, min_elements=0)),
     "allreduce, asymmetric thresholds": Configuration("tape_eagerly", dict(
         positive_threshold=0.2, negative_threshold=-0.45, transport="allreduce"), dict(op="Sum")),
     "allreduce in a process set, unknown shapes": Configuration(compression=dict(transport="allreduce"),
                                                                 unknown_shape="gradient", subset=True),
-    "allgather in small buckets": Configuration(compression=dict(transport="allgather", bucket_cap_mb=0.006)),
+    **{f"{transport} in small buckets": Configuration(compression=dict(
+        transport=transport, bucket_cap_mb=0.006, block_elements=64, min_elements=0)) for transport in TRANSPORTS},
     "a fixed threshold with warm-up": Configuration(compression=dict(threshold=0.4, warmup_steps=2)),
     "an eager tape with a new instance per step": Configuration("tape_eagerly", dict(threshold=0.3)),
     "a retraced tape": Configuration("tape_retraced", dict(threshold=0.4)),
@@ -196,6 +194,23 @@ CONFIGURATIONS.update({
     "Keras's fit on two levels by sra, many steps per execution": _keras(
         "fit", dict(hierarchical=True, threshold=0.4, transport="sra", bucket_cap_mb=0.006), steps_per_execution=5),
 })
+
+
+def configurations(ranks: int) -> list[str]:
+    """Names of the configurations that run on so many ranks: all on 2.
+
+    On more, those in which it counts what other ranks send: transports, thresholds that differ, process sets, an
+    overflow on one rank, scaling and groups, and the bare class. How Keras, a retraced function or a dtype gets a
+    gradient to the exchange does not depend on the number of ranks, and takes most of the time.
+    """
+    return [name for name, configuration in CONFIGURATIONS.items() if ranks == 2 or _depends_on_ranks(configuration)]
+
+
+def _depends_on_ranks(configuration: Configuration) -> bool:
+    arguments = configuration.compression
+    if arguments is None or isinstance(arguments, list) or "transport" in arguments or configuration.subset:
+        return True
+    return not configuration.route.startswith("fit") and (configuration.overflow or bool(configuration.options))
 
 
 def _compressed(configuration: Configuration, name: str) -> bool:

@@ -6,16 +6,25 @@ from typing import Any
 
 import horovod.torch as hvd
 
-from tests.scenarios import torch_allreduce, torch_amp, torch_bad_input, torch_optimizer, torch_payloads
+from tests.scenarios import (
+    torch_allreduce,
+    torch_amp,
+    torch_bad_input,
+    torch_documents,
+    torch_optimizer,
+    torch_payloads,
+)
 
 
 def run() -> dict[str, Any]:
     """By scenario file, what it returns on this rank; all but the configurations of optimizers and cases of allreduce
     run on 2 ranks or on 4 only."""
-    results: dict[str, Any] = {"optimizer": torch_optimizer.run(list(torch_optimizer.CONFIGURATIONS)),
-                               "allreduce": torch_allreduce.run()}
+    # The process sets that two levels add stay, and Horovod has no two of the same ranks.
+    results: dict[str, Any] = {"allreduce": torch_allreduce.run(),
+                               "optimizer": torch_optimizer.run(list(torch_optimizer.CONFIGURATIONS))}
     if hvd.size() == 2:
         results["amp"] = torch_amp.run(list(torch_amp.CONFIGURATIONS))
+        results["documents"] = torch_documents.run()
         results["payloads"] = torch_payloads.run()
         results["two_optimizers"] = torch_bad_input.two_optimizers()
         results["allreduce_mistakes"] = torch_allreduce.mistakes()

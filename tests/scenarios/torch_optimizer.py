@@ -14,6 +14,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from hvd_twobit.config import TRANSPORTS
 from hvd_twobit.torch import TwoBit, residuals_of
 from tests.scenarios.allreduce import STEPS_AFTER_JOIN, joined_steps, named_gradient, steps_before_join
 from tests.simulation import SimulatedMachines, gradient, simulated, uncompressed, uncompressed_steps
@@ -82,8 +83,6 @@ CONFIGURATIONS = {
     "adaptive levels, load_state_dict between and within steps": Configuration({}, reload=True),
     "adaptive levels, a scale that jumps": Configuration({}, jumps=True),
     "sra": Configuration(dict(transport="sra")),
-    "sra in small buckets": Configuration(dict(transport="sra", bucket_cap_mb=0.006, block_elements=64,
-                                               min_elements=0)),
     "sra, overflow on one rank": Configuration(dict(transport="sra"), overflow=True),
     "sra, sum, a gradient missing on one rank": Configuration(
         dict(transport="sra", bucket_cap_mb=0.006, warmup_steps=2), dict(op="Sum"), missing="row"),
@@ -97,13 +96,12 @@ CONFIGURATIONS = {
         [dict(threshold=threshold, transport="sra", min_elements=0) for threshold in (0.5, 0.1, 2.5)],
         dict(gradient_predivide_factor=3.0)),
     "allreduce": Configuration(dict(transport="allreduce")),
-    "allreduce in small buckets, sum": Configuration(dict(transport="allreduce", bucket_cap_mb=0.006, block_elements=64,
-                                                          min_elements=0), dict(op="Sum")),
     "allreduce, asymmetric thresholds": Configuration(dict(positive_threshold=0.2, negative_threshold=-0.45,
                                                            transport="allreduce"), dict(op="Sum")),
     "allreduce, a fixed threshold, a gradient missing on one rank": Configuration(
         dict(threshold=0.5, transport="allreduce"), dict(gradient_predivide_factor=4.0), missing="row"),
-    "allgather in small buckets": Configuration(dict(transport="allgather", bucket_cap_mb=0.006)),
+    **{f"{transport} in small buckets": Configuration(dict(transport=transport, bucket_cap_mb=0.006, block_elements=64,
+                                                           min_elements=0)) for transport in TRANSPORTS},
     "a fixed threshold with warm-up": Configuration(dict(threshold=0.4, warmup_steps=2)),
     "a fixed threshold": Configuration(dict(threshold=0.5)),
     "sum": Configuration(dict(threshold=0.3), dict(op="Sum")),
@@ -368,7 +366,8 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
                 # On two levels a machine's ranks need what came from the others, to end what they have begun.
                 received = not _is_abandoned(configuration, step) or isinstance(tensors[parameter],
                                                                                 SimulatedMachines)
-                reduced = tensors[parameter].step(per_rank, scale_of_machines, received).reshape(configuration.shapes[parameter])
+                reduced = tensors[parameter].step(per_rank, scale_of_machines, received).reshape(
+                    configuration.shapes[parameter])
             else:
                 reduced = uncompressed(per_rank, scale)
             gradients[parameter] = reduced

@@ -1,0 +1,116 @@
+"""Jobs of ranks on this machine under ``horovodrun``: how they are started, and that nothing of them is left.
+
+For what the command line starts itself. Nothing is imported of Horovod, so that a broken one is an error of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+HOROVODRUN = "horovod.runner.launch"
+"""By module: a script horovodrun on the PATH may be that of another environment."""
+
+END_LIMIT_S = 15
+"""Horovod gives its ranks 5 seconds to end and then kills them."""
+
+_OF_A_JOB = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_",
+             "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_HOSTNAME", "OMPI_", "PMIX_", "PMI_")
+
+
+def horovodrun(ranks: int, controller: str = "gloo", launcher: str = HOROVODRUN) -> list[str]:
+    """The command that starts so many ranks on this machine; the program of a rank follows it.
+
+    Args:
+        ranks: number of ranks.
+        controller: ``"gloo"`` or ``"mpi"``.
+        launcher: the module that is run as horovodrun.
+    """
+    return [sys.executable, "-m", launcher, f"--{controller}", "-np", str(ranks)]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Of a job: this process's, but for what tells of a job that it is part of, and with this package on the path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_JOB)}
+    package = str(pathlib.Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    return {**kept, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": path, **variables}
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], variables: Mapping[str, str], log: pathlib.Path) -> Iterator[subprocess.Popen]:
+    """Start a command; when the ``with`` ends it and all processes that it started have ended.
+
+    Ctrl-C reaches this process alone, which then ends the job; so does SIGTERM, by SystemExit with status 143.
+
+    Args:
+        command: a launcher and what it launches.
+        variables: its environment.
+        log: file for what it prints.
+    """
+    with _terminable(), open(log, "w") as output:
+        process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                                   start_new_session=True)
+        try:
+            yield process
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a launcher that may still run, in good order if it does so in time, and all processes that it started."""
+    import psutil  # Horovod needs it, hvd_twobit otherwise does not.
+
+    with _uninterrupted():
+        started = []
+        if process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started = psutil.Process(process.pid).children(recursive=True)
+            process.terminate()  # horovodrun ends its ranks.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_LIMIT_S)
+            process.kill()
+            process.wait()
+        for left in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        psutil.wait_procs(started, timeout=END_LIMIT_S)
+
+
+def last_lines(log: pathlib.Path, count: int = 20) -> list[str]:
+    """Of what a job printed: the lines of its ranks, or of its launcher where these printed none."""
+    lines = log.read_text(errors="replace").splitlines()
+    return ([line for line in lines if line.startswith(("[", "Process ", "Exit code"))] or lines)[-count:]
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Within this, SIGTERM raises SystemExit, so that what was started is ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Within this, Ctrl-C and SIGTERM wait."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
