@@ -200,7 +200,7 @@ def configurations(ranks: int) -> list[str]:
     """Names of the configurations that run on so many ranks: all on 2.
 
     On more, those in which it counts what other ranks send: transports, thresholds that differ, process sets, an
-    overflow on one rank, scaling and groups, and the bare class. How Keras, a retraced function or a dtype gets a
+    overflow on one rank, scaling and groups, two levels, and the bare class. How Keras, a retraced function or a dtype gets a
     gradient to the exchange does not depend on the number of ranks, and takes most of the time.
     """
     return [name for name, configuration in CONFIGURATIONS.items() if ranks == 2 or _depends_on_ranks(configuration)]
@@ -208,7 +208,8 @@ def configurations(ranks: int) -> list[str]:
 
 def _depends_on_ranks(configuration: Configuration) -> bool:
     arguments = configuration.compression
-    if arguments is None or isinstance(arguments, list) or "transport" in arguments or configuration.subset:
+    if arguments is None or isinstance(arguments, list) or configuration.subset or (
+            arguments.keys() & {"transport", "hierarchical"}):
         return True
     return not configuration.route.startswith("fit") and (configuration.overflow or bool(configuration.options))
 
