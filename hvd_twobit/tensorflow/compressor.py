@@ -57,13 +57,12 @@ class TwoBit(TwoBitParameters, Compressor):
     wider from 8 and from 128 ranks on. By ``"allreduce"`` Horovod's own allreduce adds the codes up. All give the same
     bits. ``"auto"`` takes for each bucket what costs least by a model.
 
-    Several ranks per machine: with ``hierarchical`` the ranks of a machine add up their gradients in float32, each in
-    its share of every tensor, and two bits go between machines only, from each rank to those of its number elsewhere.
-    So a machine sends what one rank would, and residuals and levels take a rank's memory once per machine;
-    ``residuals_of`` has shares then, ``kernel:0[0:4096]``. It takes equally many ranks on every machine, and process
-    sets, which ``hvd.init(process_sets=hvd_twobit.node_process_sets())`` makes beforehand, or TwoBit when the first
-    step is traced, with HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment. Not in elastic jobs, whose graphs outlive
-    process sets, nor among some ranks only (``process_set``), nor while others have joined (``hvd.join()``).
+    Several ranks per machine: with ``hierarchical`` the ranks of a machine add their gradients up, or average them, in
+    full precision, each for its share of the elements; then it compresses that share for the other machines. What
+    leaves a machine is divided by its number of ranks, and so are residuals (named ``kernel:0[2048:4096]``). It takes
+    process sets: initialize with ``hvd.init(process_sets=hvd_twobit.node_process_sets())``, or set
+    HOROVOD_DYNAMIC_PROCESS_SETS=1. Not for ranks that join at different times (``hvd.join``), and not in an elastic
+    job, whose graphs outlive process sets.
 
     A single tensor: ``hvd.allreduce(tensor, compression=TwoBit)`` and ``hvd.grouped_allreduce`` take it for sums and
     averages. What two bits cannot say is lost there (with the defaults, a relative error of 0.46 for normally
@@ -86,10 +85,10 @@ class TwoBit(TwoBitParameters, Compressor):
             rank.
         bucket_cap_mb: MiB of float32 gradient in a bucket (default 25); a larger tensor is cut into several. The same
             on every rank.
-        hierarchical: True for two levels; ``"auto"`` for two levels where there are several machines of equally many
-            ranks, more than one, and one level elsewhere, also in elastic jobs and within process sets; False, the
-            default, for one level. The environment variable HVD_TWOBIT_HIERARCHICAL (1, 0, auto) overrides it. The same
-            on every rank.
+        hierarchical: True for exchanges of two levels; ``"auto"`` for such where there are several machines with
+            equally many ranks, more than one, and neither an elastic job nor a process set of some ranks only; False,
+            the default. The environment variable HVD_TWOBIT_HIERARCHICAL (1, 0, auto) overrides it. The same on every
+            rank; see above.
 
     Raises:
         ConfigError: an argument is unknown or its value cannot be used.

@@ -200,8 +200,8 @@ def configurations(ranks: int) -> list[str]:
     """Names of the configurations that run on so many ranks: all on 2.
 
     On more, those in which it counts what other ranks send: transports, thresholds that differ, process sets, an
-    overflow on one rank, scaling and groups, two levels, and the bare class. How Keras, a retraced function or a dtype gets a
-    gradient to the exchange does not depend on the number of ranks, and takes most of the time.
+    overflow on one rank, scaling and groups, two levels, and the bare class. How Keras, a retraced function or a dtype
+    gets a gradient to the exchange does not depend on the number of ranks, and takes most of the time.
     """
     return [name for name, configuration in CONFIGURATIONS.items() if ranks == 2 or _depends_on_ranks(configuration)]
 
