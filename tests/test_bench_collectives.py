@@ -80,8 +80,8 @@ def summaries(**seconds: float) -> dict[str, Summary]:
      'TwoBit does not help here: fastest is fp16; compression=TwoBit(transport="sra") exchanges 2.00 times as fast as '
      "fp32, 0.80 times as fast as fp16."),
     (dict(none=1.0, fp16=0.6, sra=0.5, auto=0.5, hierarchical=0.25),
-     "TwoBit helps here: compression=TwoBit(hierarchical=True) exchanges 4.00 times as fast as fp32, 2.40 times as fast "
-     "as fp16."),
+     "TwoBit helps here: compression=TwoBit(hierarchical=True) exchanges 4.00 times as fast as fp32, 2.40 times as "
+     "fast as fp16."),
 ])
 def test_the_verdict_is_the_best_choice_and_its_factor(seconds: dict[str, float], verdict: str) -> None:
     assert verdict_of(summaries(**seconds)) == verdict

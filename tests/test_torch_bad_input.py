@@ -56,7 +56,7 @@ MESSAGES = {
     "hierarchical_on_rank_1": r"DisagreementError: .* hierarchical is False on rank 0",
     "hierarchical_within_a_process_set": r"UnsupportedOperationError: hierarchical=True exchanges among all ranks, and "
                                          r"this optimizer has a process set of ranks \[0\]: leave one of the two out",
-    "a_share_that_arrives_damaged": r"PayloadError: tensors? 'damaged\.b'.*: (the payload of rank 0|rank 1 of this "
+    "a_share_that_arrives_damaged": r"PayloadError: tensors? 'damaged\.b.*: (the payload of rank 0|rank 1 of this "
                                     r"machine's 2 could not exchange its share)",
     "hierarchical_of_another_kind": r"ConfigError: hierarchical must be True, False or 'auto', not 'yes'",
     "unknown_transport": r"ConfigError: transport must be one of 'auto', 'allgather', 'sra', .*not 'ring'",
