@@ -86,7 +86,8 @@ Examples:
 def collectives(elements: int | None, model: str | None, front_end: str, repeats: int, as_json: bool) -> None:
     """Compare exchanges of gradients on your cluster, under horovodrun.
 
-    Uncompressed, in fp16 and with TwoBit by each of its transports, side by side; gradients lie in the CPU's memory.
+    Uncompressed, in fp16 and with TwoBit by each of its transports (and on two levels, where machines have several
+    ranks), side by side; gradients lie in the CPU's memory.
     The last line tells whether TwoBit helps on this link, and which transport to take. The exchange alone is measured:
     in training, part of it passes while gradients are computed. Exit status 2 where there is one process only.
     """

@@ -112,7 +112,8 @@ def _print_table(facts: dict[str, Any], scenario: Scenario, predicted: dict[str,
                  _auto_sentence(scenario.workers),
                  *(_pays_sentence(baseline, until) for baseline, until in break_evens.items()),
                  f"x fp32, x fp16: times as fast. Per step and {'machine' if per_machine else 'rank'}; predicted by "
-                 "hvd_twobit.cost_model, not measured."):
+                 "hvd_twobit.cost_model, not measured; what every step costs beside is left out, so measure small "
+                 "models."):
         console.print(text, soft_wrap=True, highlight=False)
 
 

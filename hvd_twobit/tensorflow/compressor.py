@@ -25,7 +25,8 @@ class TwoBit(TwoBitParameters, Compressor):
     Pass the class itself, for its defaults, or an instance, to ``hvd.DistributedOptimizer(..., compression=TwoBit)`` or
     ``hvd.DistributedGradientTape(tape, compression=TwoBit)``. Each gradient element is sent as two bits that mean
     "plus the level", "minus the level" or "nothing yet"; what they could not say is kept on the rank that computed it
-    and added to its next gradient. A rank sends 1/16 of the bytes of float32, and levels 3 % more.
+    and added to its next gradient. A payload has 1/16 of float32's bytes, and levels 3 % more; what crosses a link
+    depends on transport and ranks.
 
     Residuals (``residuals_of(optimizer_or_tape)``): an optimizer has its own. A tape is usually made anew at every
     step, so with tapes residuals belong to the variables: every tape that exchanges a variable with the same op,
@@ -53,9 +54,9 @@ class TwoBit(TwoBitParameters, Compressor):
 
     Transport: tensors travel in buckets, in the order in which backward computes gradients. By ``"allgather"`` a rank
     receives the codes of all others, which are more the more ranks there are. By ``"sra"`` (scatter-reduce-allgather)
-    each rank sums a part of the bucket for all; what a rank receives does not grow with their number, but that sums are
-    wider from 8 and from 128 ranks on. By ``"allreduce"`` Horovod's own allreduce adds the codes up. All give the same
-    bits. ``"auto"`` takes for each bucket what costs least by a model.
+    each rank sums a part of the bucket for all; what a rank receives levels off with their number, at 6 bits an
+    element, and more from 8 and from 128 ranks on. By ``"allreduce"`` Horovod's own allreduce adds the codes up. All
+    give the same bits. ``"auto"`` takes for each bucket what costs least by a model.
 
     Several ranks per machine: with ``hierarchical`` the ranks of a machine add their gradients up, or average them, in
     full precision, each for its share of the elements; then it compresses that share for the other machines. What
@@ -67,7 +68,7 @@ class TwoBit(TwoBitParameters, Compressor):
     A single tensor: ``hvd.allreduce(tensor, compression=TwoBit)`` and ``hvd.grouped_allreduce`` take it for sums and
     averages. What two bits cannot say is lost there (with the defaults, a relative error of 0.46 for normally
     distributed values), unless the tensor has a name: ``TwoBit(...).named("x")``, which see. With a name or without,
-    ``transport`` and ``bucket_cap_mb`` make no difference to it.
+    ``transport``, ``bucket_cap_mb`` and ``hierarchical`` make no difference to it.
 
     When not to use it: where the link carries a step's gradients in less time than the CPU takes to compress them,
     with one process (nothing is sent), or with ``jit_compile=True``, which Horovod cannot do.
