@@ -137,7 +137,7 @@ def difference(statements: bytes) -> str:
             return (f"hierarchical is {first['hierarchical']!r} on rank 0, which finds {first['ranks_per_machine']} "
                     f"ranks per machine, and {other['hierarchical']!r} on rank {rank}, which finds "
                     f"{other['ranks_per_machine']} (0: not asked yet): give TwoBit the same on every rank, also in the "
-                    f"environment variable {HIERARCHICAL_VARIABLE}")
+                    f"environment variable {HIERARCHICAL_VARIABLE}, and load states on every rank or on none")
         if other["block_elements"] != first["block_elements"]:
             return (f"rank 0 has {_levels(first)} and rank {rank} has {_levels(other)}: give TwoBit the same arguments "
                     "on every rank")

@@ -12,6 +12,7 @@ claims terabytes.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import math
@@ -127,16 +128,17 @@ def redistribute(states: Iterable[Mapping[str, Any]], ranks: int) -> list[dict[s
     old = [_of_rank(rank, state) for rank, state in enumerate(states)]
     if not old or ranks < 1:
         raise ResidualError(f"the states of {len(old)} ranks cannot be given to {ranks}")
+    common = dataclasses.replace(old[0], shapes=dict(old[0].shapes), residuals={}, levels=dict(old[0].levels),
+                                 uncompressed_steps=dict(old[0].uncompressed_steps))
     for rank, other in enumerate(old):
-        difference = _difference(old[0], other)
+        difference = _difference(common, other)
         if difference:
-            raise ResidualError(f"rank {rank} has another state than rank 0: {difference}; use the states that all "
-                                "ranks saved at the same step")
-    common = RankState({}, {}, {}, {}, old[0].loss_scale, old[0].ranks_per_machine)
-    for state in old:  # Of shares, each rank of a machine has its own.
-        common.shapes.update(state.shapes)
-        common.levels.update(state.levels)
-        common.uncompressed_steps.update(state.uncompressed_steps)
+            raise ResidualError(f"rank {rank} has another state than the ranks before: {difference}; use the states "
+                                "that all ranks saved at the same step")
+        # Of shares, each rank of a machine has its own.
+        common.shapes.update(other.shapes)
+        common.levels.update(other.levels)
+        common.uncompressed_steps.update(other.uncompressed_steps)
     return [RankState(dict(common.shapes), _added([state.residuals for state in old[rank::ranks]]),
                       {name: np.array(levels) for name, levels in common.levels.items()},
                       dict(common.uncompressed_steps), common.loss_scale, common.ranks_per_machine).to_dict()

@@ -5,10 +5,12 @@ Front ends call this from Horovod's elastic states; when ranks are exchanged, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from .residuals import ResidualRegistry
+from .state import split_share
 
 
 class Committed:
@@ -55,4 +57,24 @@ def follow_rank_0(residuals: ResidualRegistry, broadcast: Callable[[Any], Any],
     for other in others:
         for part in ("shapes", "levels", "uncompressed_steps"):
             first[part] = {**other[part], **first[part]}
+    _forget_what_is_not_whole(first)
     residuals.take_shared(first)
+
+
+def _forget_what_is_not_whole(shared: dict[str, Any]) -> None:
+    """Leave out levels and counters of tensors of which no rank knows some: else ranks would not be of one mind."""
+    shares: dict[str, list[tuple[int, int, str]]] = {}
+    for name in shared["shapes"]:
+        tensor, *bounds = split_share(name) or (name,)
+        if bounds and tensor in shared["shapes"]:
+            shares.setdefault(tensor, []).append((*bounds, name))
+    for tensor, parts in shares.items():
+        end = 0
+        for start, stop, name in sorted(parts):
+            if start <= end and name in shared["levels"]:
+                end = max(end, stop)
+        known = [name for *_, name in parts if name in shared["levels"]]
+        if known and tensor not in shared["levels"] and end < math.prod(shared["shapes"][tensor]):
+            for *_, name in parts:
+                shared["levels"].pop(name, None)
+                shared["uncompressed_steps"].pop(name, None)

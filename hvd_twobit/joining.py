@@ -42,14 +42,15 @@ def shared_of_all() -> bytes:
 def follow(shared: bytes) -> None:
     """Take over what ``shared_of_all`` returned on one rank; every rank calls this with the same bytes.
 
-    A registry that rank does not have begins anew everywhere, but for residuals.
+    A registry that rank does not have begins anew everywhere, but for residuals; so does one of which each rank of a
+    machine knows its shares only.
 
     Raises:
         ResidualError: a tensor has another shape on that rank.
     """
     found = pickle.loads(shared)  # From a rank of the same job, as with Horovod's own broadcast_object.
     for key, residuals in _tracked():
-        if key in found:
+        if key in found and residuals.ranks_per_machine == 1:
             residuals.take_shared(found[key])
         else:
             residuals.forget_levels()

@@ -120,26 +120,31 @@ def node_process_sets(size: int | None = None, local_size: int | None = None) ->
     """The process sets that ``TwoBit(hierarchical=True)`` needs, for ``hvd.init(process_sets=node_process_sets())``.
 
     Ranks have to be numbered machine by machine, with equally many on each, as ``horovodrun`` does; what Horovod then
-    tells of every rank is compared with it in the first step.
+    tells of every rank is compared with it in the first step. Not for elastic jobs, which initialize Horovod again and
+    again: they need HOROVOD_DYNAMIC_PROCESS_SETS=1.
 
     Args:
         size: number of ranks. Where it is left out, what the launcher's environment variables tell; likewise
         local_size: number of ranks on each machine.
 
     Returns:
-        A new ``horovod`` ``ProcessSet`` per machine and per local rank.
+        A new ``horovod`` ``ProcessSet`` per machine and per local rank; none where each machine has one rank.
 
     Raises:
-        ConfigError: the environment does not tell, or the number of ranks is no multiple of ``local_size``.
+        ConfigError: the environment does not tell, or machines have different numbers of ranks; on unequal machines it
+            may be raised on some ranks only, and the others wait for these in ``hvd.init``.
     """
     from horovod.common.process_sets import ProcessSet
 
+    machines = os.environ.get("HOROVOD_CROSS_SIZE") if size is local_size is None else None
     size, local_size = _told_by_launcher(size, local_size, os.environ)
-    if size < 1 or local_size < 1 or size % local_size:
+    if size < 1 or local_size < 1 or size % local_size or machines not in (None, str(size // local_size)):
         raise ConfigError(f"{size} ranks cannot be {local_size} on every machine: start as many on each, or leave "
                           "hierarchical out")
-    machines = Machines(tuple(tuple(range(first, first + local_size)) for first in range(0, size, local_size)))
-    return [ProcessSet(list(members)) for members in machines.process_sets()]
+    if local_size == 1:
+        return []
+    numbered = Machines(tuple(tuple(range(first, first + local_size)) for first in range(0, size, local_size)))
+    return [ProcessSet(list(members)) for members in numbered.process_sets()]
 
 
 def _told_by_launcher(size: int | None, local_size: int | None, environment: Mapping[str, str]) -> tuple[int, int]:
@@ -229,9 +234,10 @@ class Levels:
 
     @property
     def are_current(self) -> bool:
-        """Whether Horovod still has the process sets: an elastic job begins anew without any."""
+        """Whether Horovod still has the process sets of all ranks: an elastic job begins anew without any."""
         known = known_process_sets()
-        return all(known.get(one.process_set_id) == one.ranks for one in (self.within, self.across))
+        return (all(known.get(one.process_set_id) == one.ranks for one in (self.within, self.across))
+                and {tuple(ranks) for ranks in known.values()}.issuperset(self.machines.process_sets()))
 
 
 def asks_for_levels(setting: bool | str, ranks: Sequence[int], everyone: Sequence[int]) -> bool:

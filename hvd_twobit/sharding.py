@@ -186,7 +186,7 @@ class ShardedResiduals:
         return {name: sorted(found, key=lambda share: share.start) for name, found in pieces.items()}
 
     def _convert(self, pieces: Sequence[Share]) -> None:
-        """Bring residuals of shares of tensors that are not included yet into the unit of those that are."""
+        """Bring residuals of shares that stay as they are into the unit in which shares are from now on."""
         if self._averages and self._residuals.ranks_per_machine != self.ranks:
             factor = np.float32(self._residuals.ranks_per_machine / self.ranks)
             for piece in pieces:
@@ -201,39 +201,47 @@ class ShardedResiduals:
             return
         known = {piece.name: self._residuals.tensor(piece.name, (piece.elements,)) for piece in pieces}
         levels, steps = self._known_levels(whole, pieces, known)
-        weight = self._residuals.ranks_per_machine if self._averages else 1
         for piece in pieces:
-            if piece.name not in mine:
-                state = known[piece.name]
+            state = known[piece.name]
+            if piece.name in mine:
+                self._convert([piece])  # The name of a share may be the same among more ranks.
+            else:
                 if state.has_residual:
-                    whole.residual[piece.start:piece.stop] += np.float32(weight) * state.residual
+                    whole.residual[piece.start:piece.stop] += np.float32(self._weight) * state.residual
                 self._residuals.discard(piece.name)
         for share in self._shares[name]:
             state = self._residuals.tensor(share.name, self._shape(name, share))
-            state.replace(state.residual if state.has_residual else None, self._cut(levels, share, steps), steps)
+            state.replace(state.residual if state.has_residual else None, self._cut(levels, share, steps, state), steps)
         if mine != [name]:
             whole.replace(whole.residual if whole.has_residual else None, None, 0)
             if whole.has_residual:
                 self._beside.add(name)
 
-    def _cut(self, levels: np.ndarray, share: Share, steps: int) -> np.ndarray | None:
+    @property
+    def _weight(self) -> int:
+        """How many ranks' gradients the residual of a share in the registry counts for."""
+        return self._residuals.ranks_per_machine if self._averages else 1
+
+    def _cut(self, levels: np.ndarray, share: Share, steps: int, state: TensorState) -> np.ndarray | None:
         """A share's levels, None where they are not all known or not adaptive."""
         if not self._config.adaptive:
             return None
-        if not share.elements:
-            return np.full(1, LOWEST, np.float32) if steps else None
+        if not share.elements:  # It is ready where the others are, as far as is known here.
+            known = state.levels is not None or (steps and not np.isnan(levels).any())
+            return np.full(1, LOWEST, np.float32) if known else None
         cut = levels[self._blocks(share)].copy()
         return None if np.isnan(cut).any() else cut
 
     def _known_levels(self, whole: TensorState, pieces: Sequence[Share],
                       known: dict[str, TensorState]) -> tuple[np.ndarray, int]:
         """Levels of all blocks of a tensor, NaN where nothing knows them, and the number of uncompressed exchanges."""
-        levels = np.full(block_count(math.prod(whole.shape), self._config.block_elements), np.nan, np.float32)
+        elements = math.prod(whole.shape)
+        levels = np.full(block_count(elements, self._config.block_elements), np.nan, np.float32)
         if whole.levels is not None and whole.levels.size == levels.size:
             levels[:] = whole.levels
         for piece in pieces:
             found, blocks = known[piece.name].levels, self._blocks(piece)
-            if piece.elements and found is not None and found.size == levels[blocks].size:
+            if (piece.elements or not elements) and found is not None and found.size == levels[blocks].size:
                 levels[blocks] = found
         return levels, max([whole.uncompressed_steps, *(state.uncompressed_steps for state in known.values())])
 
@@ -260,6 +268,6 @@ class ShardedResiduals:
         """A new step begins: give back the memory of what was taken over."""
         for name in list(self._beside):
             whole = self._residuals.tensor(name, self._shapes[name])
-            if not (whole.has_residual and whole.residual.any()):
+            if whole.levels is None and not (whole.has_residual and whole.residual.any()):
                 whole.replace(None, None, 0)
                 self._beside.discard(name)

@@ -89,7 +89,7 @@ def observed(ranks: int, numbers: int) -> list[Rank]:
         for entry in rank.residuals.names():
             if entry not in SHAPES or ranks == 1:
                 shape = rank.residuals.shared()["shapes"][entry]
-                rank.residuals.residual(entry, shape)[:] = generator.integers(-8, 8, int(np.prod(shape)))
+                rank.residuals.residual(entry, shape)[:] = 6 * generator.integers(-8, 8, int(np.prod(shape)))
         made.append(rank)
     return made
 
@@ -174,7 +174,7 @@ def test_what_was_not_sent_is_kept_when_a_machine_is_divided_otherwise(before: i
         rank.divide(number % after, after)
         assert rank.residuals.ranks_per_machine == after
         assert all(rank.shares.ready(name) for name in SHAPES)
-    kept = {name: sum(rank.whole(after if before == after else before)[name] for rank in ranks) for name in SHAPES}
+    kept = {name: sum(rank.whole(after)[name] for rank in ranks) for name in SHAPES}
     for name in SHAPES:
         assert (kept[name] == total[name]).all()
     found = levels_of(ranks[:after])
@@ -233,6 +233,46 @@ def test_a_checkpoint_goes_on_with_another_number_of_machines(after: int, tmp_pa
     for first in range(0, after, 2):
         found = levels_of(resumed[first:first + 2])
         assert all((found[name] == levels[name]).all() for name in ("wide", "row", "one block"))
+
+
+def test_levels_that_no_rank_of_a_world_knows_are_learnt_anew_on_all() -> None:
+    ranks = observed(4, 4)[:2]  # Of four shares, the ranks of two have survived.
+    shared = [rank.residuals.shared() for rank in ranks]
+    for number, rank in enumerate(ranks):
+        follow_rank_0(rank.residuals, lambda _: None, lambda _: copy.deepcopy(shared))
+        rank.divide(number, 2)
+    ready = [[rank.shares.ready(name) for name in SHAPES] for rank in ranks]
+    assert ready[0] == ready[1]
+    assert dict(zip(SHAPES, ready[0]))["wide"] is False
+
+
+def test_an_empty_share_is_no_readier_than_others() -> None:
+    for number in range(2):
+        rank = Rank()
+        rank.residuals.load_state_dict({"format_version": 1, "shapes": SHAPES, "residuals": {}, "levels": {},
+                                        "uncompressed_steps": {name: 1 for name in SHAPES}})  # Of fixed thresholds.
+        rank.divide(number, 2)
+        assert not any(rank.shares.ready(name) for name in SHAPES)
+
+
+def test_ranks_that_join_learn_the_levels_of_shares_again() -> None:
+    from hvd_twobit import joining
+
+    first, second = observed(2, 2)
+    for rank in first, second:
+        rank.residuals.ranks_per_machine = 2
+    joining.track("shares", first.residuals)
+    joining.follow(joining.shared_of_all())
+    assert not any(first.shares.ready(name) for name in SHAPES)
+    assert len(first.residuals), "what was not sent stays"
+
+
+def test_shares_of_another_step_are_found_by_redistribute_on_any_rank() -> None:
+    states = [rank.residuals.state_dict() for rank in observed(2, 4)]
+    name = next(name for name, levels in states[3]["levels"].items() if levels.size > 1)
+    states[3]["levels"][name] = 2 * states[3]["levels"][name]
+    with pytest.raises(ResidualError, match=r"rank 3 has another state than the ranks before: tensor .* other levels"):
+        checkpoint.redistribute(states, 2)
 
 
 def test_states_of_ranks_that_are_divided_differently_are_refused() -> None:

@@ -84,7 +84,7 @@ def test_process_sets_follow_the_launcher(environment: dict[str, str], sets: lis
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert [found.ranks for found in node_process_sets()] == sets
-    assert [found.ranks for found in node_process_sets(size=2, local_size=1)] == [[0], [1]]
+    assert node_process_sets(size=2, local_size=1) == []
 
 
 def test_unknown_numbers_of_ranks_are_told() -> None:
@@ -92,3 +92,13 @@ def test_unknown_numbers_of_ranks_are_told() -> None:
         node_process_sets()
     with pytest.raises(ConfigError, match="5 ranks cannot be 2 on every machine"):
         node_process_sets(5, 2)
+
+
+@pytest.mark.parametrize("size, local_size, machines", [(4, 2, 3), (4, 1, 3), (4, 2, 1), (6, 2, 2), (6, 4, 2)])
+def test_every_rank_of_unequal_machines_is_told_before_it_initializes(size: int, local_size: int, machines: int,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two ranks, one and one: the first machine's see three machines and one; two and four: each sees two.
+    for name, value in (("SIZE", size), ("LOCAL_SIZE", local_size), ("CROSS_SIZE", machines)):
+        monkeypatch.setenv(f"HOROVOD_{name}", str(value))
+    with pytest.raises(ConfigError, match=f"{size} ranks cannot be {local_size} on every machine"):
+        node_process_sets()

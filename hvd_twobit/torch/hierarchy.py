@@ -12,7 +12,7 @@ from ..codec import Codec
 from ..hierarchy import FAILED, TwoLevelLayout
 from ..machines import Levels, Place
 from ..transports import Planned
-from .transfer import TRANSFERS, Coded, Transfer
+from .transfer import TRANSFERS, Coded, Transfer, wait_for
 from .waiting import synchronize
 
 
@@ -147,6 +147,13 @@ class TwoLevel(Transfer):
     def _take(self, name: str, out: np.ndarray) -> None:
         assert self._gathered is not None, f"{self._planned.bucket.label} was not received"
         self._layout.take(name, self._gathered, out)
+
+    def drain(self) -> None:
+        super().drain()
+        handle, self._scattering = self._scattering, None
+        wait_for(handle)
+        if self._across is not None:
+            self._across.drain()
 
     def forget(self) -> None:
         super().forget()

@@ -51,6 +51,7 @@ class LossScale:
         if self._scaler is not None:
             self._residuals.follow_loss_scale(self._scaler.get_scale())
         else:
+            self._residuals.can_undo = self._residuals.loss_scale is not None  # A scaler is about to be known.
             self._began_without_scale = self._residuals.loss_scale is None and len(self._residuals) > 0
 
     def expect_step(self) -> None:

@@ -117,6 +117,11 @@ class Transfer:
         if not self._undelivered:
             self.forget()
 
+    def drain(self) -> None:
+        """Wait for what is under way, and drop what it brings."""
+        handle, self._handle = self._handle, None
+        wait_for(handle)
+
     def forget(self) -> None:
         """Be ready for the next step; nothing may be under way."""
         self._missing, self._undelivered = set(self.names), set(self.names)
@@ -234,6 +239,11 @@ class ScatterReduceAllgather(Coded):
                                                               received.numpy(), self._planned.ranks))
         return not self._missing and self._scattering is None
 
+    def drain(self) -> None:
+        super().drain()
+        handle, self._scattering = self._scattering, None
+        wait_for(handle)
+
     def _begin(self) -> int:
         return hvd.allgather_async(self._sums, name=f"twobit.sums.{self._planned.bucket.name}",
                                    process_set=self._process_set)
@@ -272,6 +282,13 @@ class Allreduce(Coded):
 
 TRANSFERS = {"allgather": Allgather, "sra": ScatterReduceAllgather, "allreduce": Allreduce}
 """The transfer of each transport."""
+
+
+def wait_for(handle: int | None) -> None:
+    """Wait until Horovod no longer uses the memory of a collective whose result nobody wants."""
+    if handle is not None:
+        with contextlib.suppress(HorovodInternalError):  # Then it failed with its world.
+            synchronize(handle)
 
 
 @contextlib.contextmanager
