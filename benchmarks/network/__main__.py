@@ -203,7 +203,7 @@ def _limit_s(methods: Sequence[str], elements: Sequence[int], ranks: int, ranks_
 
 
 def _machine() -> dict[str, Any]:
-    return {**machine_facts(), "kernel": platform.release(), "date": f"{datetime.date.today()}",
+    return {**machine_facts(), "kernel": ".".join(platform.release().split(".")[:2]), "date": f"{datetime.date.today()}",
             "hvd_twobit": __version__, **{name: version(name) for name in ("horovod", "torch")}}
 
 
