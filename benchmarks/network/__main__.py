@@ -203,8 +203,10 @@ def _limit_s(methods: Sequence[str], elements: Sequence[int], ranks: int, ranks_
 
 
 def _machine() -> dict[str, Any]:
-    return {**machine_facts(), "kernel": ".".join(platform.release().split(".")[:2]), "date": f"{datetime.date.today()}",
-            "hvd_twobit": __version__, **{name: version(name) for name in ("horovod", "torch")}}
+    return {**machine_facts(), "kernel": ".".join(platform.release().split(".")[:2]),
+            "date": f"{datetime.date.today()}", "hvd_twobit": __version__,
+            **{name: version(name) for name in ("horovod", "torch")}}
+
 
 
 if __name__ == "__main__":
