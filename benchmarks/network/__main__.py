@@ -208,6 +208,5 @@ def _machine() -> dict[str, Any]:
             **{name: version(name) for name in ("horovod", "torch")}}
 
 
-
 if __name__ == "__main__":
     main(prog_name="python -m benchmarks.network")
