@@ -12,13 +12,18 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 HOROVODRUN = "horovod.runner.launch"
 """By module: a script horovodrun on the PATH may be that of another environment."""
 
 END_LIMIT_S = 15
 """Horovod gives its ranks 5 seconds to end and then kills them."""
+
+_MARK = "HVDTWOBIT_JOB"
+"""An environment variable by which the processes of a job are known, whatever has become of their parents."""
 
 _OF_A_JOB = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_",
              "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_HOSTNAME", "OMPI_", "PMIX_", "PMI_")
@@ -54,33 +59,45 @@ def running(command: Sequence[str], variables: Mapping[str, str], log: pathlib.P
         variables: its environment.
         log: file for what it prints.
     """
+    mark = uuid.uuid4().hex
     with _terminable(), open(log, "w") as output:
-        process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                                   start_new_session=True)
+        process = subprocess.Popen(command, env={**variables, _MARK: mark}, stdin=subprocess.DEVNULL, stdout=output,
+                                   stderr=output, start_new_session=True)
         try:
             yield process
         finally:
-            end(process)
+            _end(process, mark)
 
 
-def end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen, mark: str) -> None:
     """End a launcher that may still run, in good order if it does so in time, and all processes that it started."""
     import psutil  # Horovod needs it, hvd_twobit otherwise does not.
 
     with _uninterrupted():
-        started = []
         if process.poll() is None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                started = psutil.Process(process.pid).children(recursive=True)
             process.terminate()  # horovodrun ends its ranks.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_LIMIT_S)
             process.kill()
             process.wait()
-        for left in started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                left.kill()
-        psutil.wait_procs(started, timeout=END_LIMIT_S)
+        # Where it was interrupted while it started ranks, what was on its way is nobody's child by now.
+        while left := _marked(mark):
+            for other in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    other.kill()
+            psutil.wait_procs(left, timeout=END_LIMIT_S)
+
+
+def _marked(mark: str) -> list[Any]:
+    """The living processes of a job, by the mark in their environment."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def last_lines(log: pathlib.Path, count: int = 20) -> list[str]:

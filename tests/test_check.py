@@ -220,10 +220,11 @@ def test_a_kernel_that_computes_something_else_is_named(monkeypatch: pytest.Monk
 def test_what_a_launcher_leaves_is_ended(started: Started, tmp_path: pathlib.Path,  # noqa: F811
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "END_LIMIT_S", 0.5)
-    deaf = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(99)"
-    launcher = ("import subprocess, sys; rank = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=-1, "
-                "start_new_session=True); rank.stdout.readline(); print('started', flush=True); rank.wait()")
-    with jobs.running([sys.executable, "-c", launcher, deaf], os.environ, tmp_path / "log") as process:
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('started', flush=True); signal.pause()"
+    # The rank's parent ends at once, so that nothing tells by whom it was started.
+    parent = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
+    launcher = "import signal, subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]]); signal.pause()"
+    with jobs.running([sys.executable, "-c", launcher, parent, deaf], os.environ, tmp_path / "log") as process:
         while not (tmp_path / "log").read_text():
             assert process.poll() is None
         assert len(started()) == 2
