@@ -81,7 +81,11 @@ def _end(process: subprocess.Popen, mark: str) -> None:
             process.kill()
             process.wait()
         # Where it was interrupted while it started ranks, what was on its way is nobody's child by now.
-        while left := _marked(mark):
+        # A process has no environment for a moment, while it becomes another program: so they are looked for twice.
+        unseen = 0
+        while unseen < 2:
+            left = _marked(mark)
+            unseen = 0 if left else unseen + 1
             for other in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     other.kill()
