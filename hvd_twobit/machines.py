@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import os
 import socket
@@ -237,7 +238,12 @@ class Levels:
         """Whether Horovod still has the process sets of all ranks: an elastic job begins anew without any."""
         known = known_process_sets()
         return (all(known.get(one.process_set_id) == one.ranks for one in (self.within, self.across))
-                and {tuple(ranks) for ranks in known.values()}.issuperset(self.machines.process_sets()))
+                and self._needed.issubset(map(tuple, known.values())))
+
+    @functools.cached_property
+    def _needed(self) -> frozenset[tuple[int, ...]]:
+        """The ranks of all process sets; asked for at every step."""
+        return frozenset(self.machines.process_sets())
 
 
 def asks_for_levels(setting: bool | str, ranks: Sequence[int], everyone: Sequence[int]) -> bool:

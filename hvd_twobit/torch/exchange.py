@@ -33,7 +33,7 @@ from ..transports import Planned, plan_buckets, restricted
 from .hierarchy import TwoLevel, find_levels
 from .loss_scale import LossScale
 from .pipeline import Pipeline
-from .transfer import TRANSFERS, Transfer, overlap_explained
+from .transfer import TRANSFERS, Transfer, overlap_explained, wait_for
 from .waiting import synchronize
 
 Handle = Callable[[], Any]
@@ -299,8 +299,7 @@ class Exchange:
         self._pipeline.abandon()
         for handle in self._in_flight.values():
             _drain(handle)
-        if self._agreement is not None:
-            _drain(functools.partial(synchronize, self._agreement))
+        wait_for(self._agreement)
         self._in_flight.clear()
         self._agreement = None
 
