@@ -21,7 +21,8 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from .buckets import Bucket, Part
 from .config import TwoBitConfig
 from .errors import PayloadError, ResidualError
 from .levels import levels_of
+from .memory import HOST, Memory
 from .residuals import ResidualRegistry
 from .tallies import TallyLayout
 
@@ -111,6 +113,29 @@ class Contents:
     chunks: list[payload.Received | payload.Sums]
     levels: list[np.ndarray]
     next_levels: list[np.ndarray | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What arrived of a part of a tensor: one of codes, counts and sums.
+
+    Attributes:
+        part: which part.
+        block_elements: elements that share a level.
+        levels: what codes stand for, float32[ranks, blocks, 2]; of counts float32[1, blocks, 2].
+        codes: of all ranks, uint8[ranks, 4 * words]; rows lie apart.
+        counts: uint8[planes, 2 * bits * words]; rows lie apart.
+        bits: of a count.
+        sums: float32[elements], where ranks' levels differ.
+    """
+
+    part: Part
+    block_elements: int
+    levels: np.ndarray
+    codes: np.ndarray | None = None
+    counts: np.ndarray | None = None
+    bits: int = 0
+    sums: np.ndarray | None = None
 
 
 class Codec:
@@ -200,6 +225,23 @@ class Codec:
                                     f"{part.shape}")
             self._encode(part, gradient, codes, table)
 
+    def place(self, layout: BucketLayout, payloads: np.ndarray, name: str,
+              quantized: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Write what was quantized elsewhere, between ``begin`` and ``end``, into a bucket's payloads.
+
+        Args:
+            layout: how the bucket lies in the payloads.
+            payloads: uint8[layout.nbytes].
+            name: the tensor's name.
+            quantized: of each of the tensor's parts in the bucket, in their order: codes, uint8[4 * ceil(n / 16)], and
+                payload.BLOCK_TABLE[blocks], empty where levels are fixed.
+        """
+        for (part, codes, table), (own_codes, own_table) in zip(self._written(layout, payloads, name), quantized):
+            codes[:] = own_codes
+            table[:] = own_table
+            nonzero = int(own_table["selected_count"].sum()) if table.size else kernels.selected(own_codes)
+            self.end(part, nonzero, codes.nbytes + table.nbytes)
+
     def leave_out(self, layout: BucketLayout, payloads: np.ndarray, name: str) -> None:
         """Write zeros in place of what a bucket could carry of a tensor, and leave its residual alone."""
         for _, codes, table in self._written(layout, payloads, name):
@@ -235,22 +277,56 @@ class Codec:
         Returns:
             What ``quantize_pack`` returns: sum and number of the selected magnitudes in each block.
         """
+        quantizer, residual = self.begin(part, gradient, HOST)
+        selected = self._kernels.quantize_pack(gradient[part.start:part.stop], residual[part.start:part.stop], codes,
+                                               quantizer)
+        self.end(part, int(selected[1].sum()), nbytes)
+        return selected
+
+    def begin(self, part: Part, gradient: Any, memory: Memory) -> tuple[kernels.Quantizer, Any]:
+        """What has to be known before a part of a gradient is quantized, wherever that is done.
+
+        Args:
+            part: which part; those of a tensor in their order.
+            gradient: the whole tensor's, in the memory; None where no sample can be taken of it.
+            memory: where the gradient lies, and its residual from now on.
+
+        Returns:
+            The quantizer of the part, and the residual of the whole tensor, an array of that memory, to be updated.
+        """
         state = self._residuals.tensor(part.name, part.shape)
         if part.start == 0:
             state.remember(with_residual=self._residuals.can_undo)
-            state.statistics.before(gradient)
+            state.statistics.begin()
+            if state.statistics.is_sampled and gradient is not None:
+                state.statistics.sample(memory.norm(gradient), memory.mean_magnitude(gradient))
         quantizer = self._levels.quantizer(None if state.levels is None else state.levels[self._blocks(part)],
                                            part.elements, self._loss_scale)
-        selected = self._kernels.quantize_pack(gradient[part.start:part.stop], state.residual[part.start:part.stop],
-                                               codes, quantizer)
-        state.statistics.add(int(selected[1].sum()), nbytes)
-        if part.is_last:
-            state.statistics.after(state.residual, float(quantizer.positive_level.mean() if state.levels is None
-                                                         else state.levels.mean()))
-            if self._warns and not self._config.adaptive:
-                threshold = min(float(quantizer.positive_threshold[0]), -float(quantizer.negative_threshold[0]))
-                state.statistics.warn_of_fixed_threshold(part.name, threshold, state.residual)
-        return selected
+        return quantizer, state.residual_in(memory)
+
+    def end(self, part: Part, nonzero: int, nbytes: int) -> None:
+        """A part was quantized: levels are still those with which it was.
+
+        Args:
+            part: which part; those of a tensor in their order.
+            nonzero: how many of its codes are 11 or 10.
+            nbytes: bytes that are sent of it.
+        """
+        state = self._residuals.tensor(part.name, part.shape)
+        state.statistics.add(nonzero, nbytes)
+        if not part.is_last:
+            return
+        if state.statistics.is_sampled:
+            state.statistics.left(state.norm)
+        positive, negative = self._config.positive_threshold, self._config.negative_threshold
+        if positive is None or negative is None:
+            assert state.levels is not None
+            state.statistics.after(math.prod(part.shape), float(state.levels.mean()))
+            return
+        state.statistics.after(math.prod(part.shape), self._levels.header(0, 0, self._loss_scale).positive_level)
+        if self._warns:
+            threshold = min(positive, -negative) * self._loss_scale
+            state.statistics.warn_of_fixed_threshold(part.name, threshold, lambda: state.largest)
 
     def seal(self, layout: BucketLayout, payloads: np.ndarray) -> None:
         """Write the headers, when all tensors of a bucket are encoded."""
@@ -271,7 +347,16 @@ class Codec:
             PayloadError: a rank sent something else than a payload of this bucket, or has other levels.
         """
         chunk, = layout.chunks
-        received, own = self._received(layout, chunk, gathered, ranks)
+        return self.accept(layout, payload.split(gathered, ranks, chunk.layout, layout.bucket.label))
+
+    def accept(self, layout: BucketLayout, received: payload.Received) -> Contents:
+        """Check whether the payloads that an allgather brought are of ranks with this rank's levels.
+
+        Raises:
+            PayloadError: a rank has other levels.
+        """
+        chunk, = layout.chunks
+        own = self._check_levels(layout, chunk, received.headers)
         return Contents(layout, [received], [self._levels.pairs(own, received.headers.values())],
                         [self._levels.next(own, received, chunk.layout)])
 
@@ -291,23 +376,44 @@ class Codec:
             PayloadError: a rank sent something else than a payload of this chunk, or has other levels.
         """
         chunk = layout.chunks[rank]
-        arrived, own = self._received(layout, chunk, received, ranks)
-        levels = self._levels.pairs(own, arrived.headers.values())
-        common = bool((levels == levels[:1]).all())
-        if common:
-            planes = 1 if (levels[0, :, 0] == -levels[0, :, 1]).all() else 2
-            bits = kernels.count_bits(ranks)
-            sums = chunk.layout.new_counts(bits, planes, arrived.headers[0])
-            self._kernels.pack_counts(arrived.codes, bits, sums.planes)
-        else:  # Adaptive levels are equal, so these are fixed, with one block.
-            sums = chunk.layout.new_sums(payload.SumsHeader(payload.FLOAT32_SUMS, 1, chunk.layout.elements))
+        arrived = payload.split(received, ranks, chunk.layout, layout.bucket.label)
+        header, levels, following = self.summing(layout, rank, arrived, ranks)
+        sums = chunk.layout.new_sums(header)
+        if header.form == payload.FLOAT32_SUMS:
             values = sums.planes[0].view(np.float32)
-            self._kernels.unpack_sum(arrived.codes, np.ascontiguousarray(levels), kernels.whole_tensor(values.size),
-                                     values, 1.0)
-        following = self._levels.next(own, arrived, chunk.layout)
+            self._kernels.unpack_sum(arrived.codes, levels, kernels.whole_tensor(values.size), values, 1.0)
+        else:
+            self._kernels.pack_counts(arrived.codes, header.form, sums.planes)
         if following is not None:
             sums.next_levels[:] = following
         return sums.memory
+
+    def summing(self, layout: BucketLayout, rank: int, arrived: payload.Received,
+                ranks: int) -> tuple[payload.SumsHeader, np.ndarray, np.ndarray | None]:
+        """How the payloads of this rank's chunk have to be summed.
+
+        Args:
+            layout: how the bucket lies in a payload per rank.
+            rank: this rank.
+            arrived: the payloads of its chunk.
+            ranks: number of ranks that sent one.
+
+        Returns:
+            The header of the sums, which tells their form; what codes stand for, float32[ranks, blocks, 2]; and the
+            levels of the next exchange, float32[blocks], or None where they are fixed.
+
+        Raises:
+            PayloadError: a rank has other levels.
+        """
+        chunk = layout.chunks[rank]
+        own = self._check_levels(layout, chunk, arrived.headers)
+        levels = self._levels.pairs(own, arrived.headers.values())
+        if (levels == levels[:1]).all():
+            planes = 1 if (levels[0, :, 0] == -levels[0, :, 1]).all() else 2
+            header = chunk.layout.counts_header(kernels.count_bits(ranks), planes, arrived.headers[0])
+        else:  # Adaptive levels are equal, so these are fixed, with one block.
+            header = payload.SumsHeader(payload.FLOAT32_SUMS, 1, chunk.layout.elements)
+        return header, np.ascontiguousarray(levels), self._levels.next(own, arrived, chunk.layout)
 
     def receive_sums(self, layout: BucketLayout, gathered: np.ndarray) -> Contents:
         """Check what an allgather of the sums of all chunks returned.
@@ -319,7 +425,11 @@ class Codec:
         Raises:
             PayloadError: a rank sent something else than the sums of its chunk.
         """
-        found = payload.split_sums(gathered, [chunk.layout for chunk in layout.chunks], layout.bucket.label)
+        return self.accept_sums(layout, payload.split_sums(gathered, [chunk.layout for chunk in layout.chunks],
+                                                           layout.bucket.label))
+
+    def accept_sums(self, layout: BucketLayout, found: Sequence[payload.Sums]) -> Contents:
+        """What the sums of all chunks, checked, stand for."""
         levels = []
         for chunk, sums in zip(layout.chunks, found):
             own = self._levels_of(chunk.parts)
@@ -366,6 +476,27 @@ class Codec:
         """
         chunk, = layout.chunks
         arrived, contributors = added.received(integers, layout.bucket.label)
+        sums, contents = self.accept_tallies(layout, added, arrived)
+        self._kernels.unpack_tallies(added.digits(integers), added.tallies, contributors, sums.header.form, sums.planes)
+        added.spread(integers, sums.header.form, sums.planes)
+        return contents
+
+    def accept_tallies(self, layout: BucketLayout, added: TallyLayout,
+                       arrived: payload.Received) -> tuple[payload.Sums, Contents]:
+        """What integers stand for, and the counts that have to be taken out of them.
+
+        Args:
+            layout: how the bucket lies in its payload.
+            added: what ``tally_layout`` returned.
+            arrived: headers and tables of the ranks that contributed.
+
+        Returns:
+            The counts, without content yet, and the contents that they belong to.
+
+        Raises:
+            PayloadError: a rank has other levels.
+        """
+        chunk, = layout.chunks
         own = self._check_levels(layout, chunk, arrived.headers)
         levels = self._levels.pairs(own, arrived.headers.values())
         if (levels != levels[:1]).any():
@@ -374,9 +505,7 @@ class Codec:
                                "TwoBit the same thresholds on every rank, or another transport")
         tallies, bits = added.tallies, kernels.count_bits(added.tallies.ranks)
         sums = chunk.layout.new_counts(bits, tallies.planes, next(iter(arrived.headers.values())))
-        self._kernels.unpack_tallies(added.digits(integers), tallies, contributors, bits, sums.planes)
-        added.spread(integers, sums)
-        return Contents(layout, [sums], [levels[:1]], [self._levels.next(own, arrived, chunk.layout)])
+        return sums, Contents(layout, [sums], [levels[:1]], [self._levels.next(own, arrived, chunk.layout)])
 
     def decode(self, contents: Contents, name: str, out: np.ndarray, scale: float) -> None:
         """Overwrite what a bucket carries of a tensor with the scaled sum over all ranks; levels move on.
@@ -387,39 +516,49 @@ class Codec:
             out: float32[elements], the whole tensor's, contiguous.
             scale: factor of the sum, for example ``1 / ranks`` for an average.
         """
-        following: np.ndarray | None = None
+        for piece in self.pieces(contents, name):
+            values = out[piece.part.start:piece.part.stop]
+            if piece.codes is not None:
+                self._kernels.unpack_sum(piece.codes, piece.levels, piece.block_elements, values, scale)
+            elif piece.counts is not None:
+                self._kernels.unpack_counts(piece.counts, piece.bits, piece.levels[0], piece.block_elements, values,
+                                            scale)
+            else:
+                assert piece.sums is not None
+                with np.errstate(over="ignore", invalid="ignore"):
+                    values[:] = piece.sums.astype(np.float64) * scale
+        self.advance(contents, name)
+
+    def pieces(self, contents: Contents, name: str) -> Iterator[Piece]:
+        """What arrived of a tensor in a bucket, in the order of its elements, to be turned into values."""
         for number, run, part in contents.layout.places(name):
             layout, arrived = contents.layout.chunks[number].layout, contents.chunks[number]
-            blocks, words = layout.run_blocks[run], layout.run_words[run]
-            levels, next_levels = contents.levels[number], contents.next_levels[number]
+            words, levels = layout.run_words[run], contents.levels[number]
             if layout.block_elements:
-                levels = levels[:, blocks]
+                levels = levels[:, layout.run_blocks[run]]
             block_elements = layout.block_elements or kernels.whole_tensor(part.elements)
-            values = out[part.start:part.stop]
+            piece = Piece(part, block_elements, np.ascontiguousarray(levels))
             if isinstance(arrived, payload.Received):
-                self._kernels.unpack_sum(arrived.codes[:, 4 * words.start:4 * words.stop],
-                                         np.ascontiguousarray(levels), block_elements, values, scale)
+                yield dataclasses.replace(piece, codes=arrived.codes[:, 4 * words.start:4 * words.stop])
             elif arrived.header.form == payload.FLOAT32_SUMS:
                 sums = arrived.planes[0].view(np.float32)[kernels.ELEMENTS_PER_WORD * words.start:][:part.elements]
-                with np.errstate(over="ignore", invalid="ignore"):
-                    values[:] = sums.astype(np.float64) * scale
+                yield dataclasses.replace(piece, sums=sums)
             else:
                 width = kernels.counts_nbytes(1, arrived.header.form)
-                self._kernels.unpack_counts(arrived.planes[:, width * words.start:width * words.stop],
-                                            arrived.header.form, np.ascontiguousarray(levels[0]), block_elements,
-                                            values, scale)
+                yield dataclasses.replace(piece, bits=arrived.header.form,
+                                          counts=arrived.planes[:, width * words.start:width * words.stop])
+
+    def advance(self, contents: Contents, name: str) -> None:
+        """Levels of a tensor move on, behind its exchange in a bucket."""
+        following: np.ndarray | None = None
+        for number, run, part in contents.layout.places(name):
+            next_levels = contents.next_levels[number]
             if next_levels is not None:
                 if following is None:
                     following = self._known_levels(part).copy()
-                following[self._blocks(part)] = next_levels[blocks]
+                following[self._blocks(part)] = next_levels[contents.layout.chunks[number].layout.run_blocks[run]]
         if following is not None:
             self._residuals.tensor(part.name, part.shape).levels = following
-
-    def _received(self, layout: BucketLayout, chunk: Chunk, received: np.ndarray,
-                  ranks: int) -> tuple[payload.Received, np.ndarray | None]:
-        """The payloads of a chunk, checked, and this rank's levels in it."""
-        arrived = payload.split(received, ranks, chunk.layout, layout.bucket.label)
-        return arrived, self._check_levels(layout, chunk, arrived.headers)
 
     def _check_levels(self, layout: BucketLayout, chunk: Chunk,
                       headers: dict[int, payload.Header]) -> np.ndarray | None:

@@ -25,6 +25,7 @@ import numpy as np
 
 from .config import TwoBitConfig
 from .kernels import Quantizer, block_count
+from .kernels.lanes import magnitude_sums
 from .payload import Header, Layout, Received
 
 DECISION = np.float32(0.6)
@@ -161,7 +162,7 @@ class AdaptiveLevels:
         sums[:, 0], sums[:, 1] = np.minimum(selected_sum, _FLOAT32_MAX), selected_count
         silent = np.flatnonzero(selected_count == 0)
         if silent.size:
-            sums[silent, 2] = np.minimum(self._block_sums(residual, silent), _FLOAT32_MAX).astype(np.float32)
+            sums[silent, 2] = np.minimum(magnitude_sums(residual, self._block_elements, silent), _FLOAT32_MAX)
         return sums
 
     def mean_magnitudes(self, tensor: np.ndarray) -> np.ndarray:
@@ -182,17 +183,14 @@ class AdaptiveLevels:
         """Elements of each block of a tensor, at least 1: the last one may be shorter."""
         return np.maximum(Layout((elements,), self._block_elements).block_sizes, 1)
 
-    def _block_sums(self, values: np.ndarray, blocks: np.ndarray | None = None) -> np.ndarray:
-        """Sum of magnitudes, float64, of every block or of the ``blocks`` with these numbers."""
-        count = block_count(values.size, self._block_elements)
-        chosen = np.arange(count) if blocks is None else blocks
+    def _block_sums(self, values: np.ndarray) -> np.ndarray:
+        """Sum of magnitudes of every block, float64."""
         whole = values[:values.size // self._block_elements * self._block_elements].reshape(-1, self._block_elements)
-        sums = np.zeros(chosen.size)
-        for start in range(0, chosen.size, _BLOCKS_AT_ONCE):
-            numbers = chosen[start:start + _BLOCKS_AT_ONCE]
-            numbers = numbers[numbers < len(whole)]
-            sums[start:start + numbers.size] = np.abs(whole[numbers]).sum(axis=1, dtype=np.float64)
-        if chosen.size and chosen[-1] == len(whole):  # The last block is shorter.
+        sums = np.zeros(block_count(values.size, self._block_elements))
+        for start in range(0, len(whole), _BLOCKS_AT_ONCE):
+            rows = whole[start:start + _BLOCKS_AT_ONCE]
+            sums[start:start + len(rows)] = np.abs(rows).sum(axis=1, dtype=np.float64)
+        if len(whole) < sums.size:  # The last block is shorter.
             sums[-1] = np.abs(values[whole.size:]).sum(dtype=np.float64)
         return sums
 

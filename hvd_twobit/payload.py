@@ -48,6 +48,7 @@ import functools
 import math
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -201,8 +202,12 @@ class Layout:
 
     def new_counts(self, bits: int, planes: int, header: Header) -> Sums:
         """Counts without content, of codes that stand for what a payload's header says."""
-        return self.new_sums(SumsHeader(bits, planes, self.elements, header.positive_level, header.negative_level,
-                                        self.block_elements))
+        return self.new_sums(self.counts_header(bits, planes, header))
+
+    def counts_header(self, bits: int, planes: int, header: Header) -> SumsHeader:
+        """The header of counts of codes that stand for what a payload's header says."""
+        return SumsHeader(bits, planes, self.elements, header.positive_level, header.negative_level,
+                          self.block_elements)
 
     def sums(self, memory: np.ndarray, header: SumsHeader) -> Sums:
         """Views of the parts of sums in the memory that holds them."""
@@ -220,7 +225,7 @@ class Received:
     """What all ranks sent, as views of the bytes that arrived.
 
     Attributes:
-        codes: packed codes, uint8[ranks, 4 * words]; rows lie apart.
+        codes: packed codes, uint8[ranks, 4 * words]; rows lie apart. Of a front end's kind where they are on a device.
         headers: by rank, in rank order.
         table: block tables, BLOCK_TABLE[ranks, blocks]; without blocks where levels are fixed.
     """
@@ -262,11 +267,26 @@ def split(gathered: np.ndarray, ranks: int, layout: Layout, label: str) -> Recei
     if gathered.size != ranks * layout.nbytes:
         raise _wrong_length(gathered, ranks, layout, label)
     payloads = gathered.reshape(ranks, layout.nbytes)
-    headers = {rank: parse(payloads[rank], layout, f"{label}: the payload of rank {rank}") for rank in range(ranks)}
-    table = layout.table(payloads)
+    return checked(payloads, layout.codes(payloads), layout, label)
+
+
+def checked(fronts: np.ndarray, codes: Any, layout: Layout, label: str) -> Received:
+    """Check what precedes the codes in the payload of every rank.
+
+    Args:
+        fronts: uint8[ranks, layout.codes_offset or more], in rank order.
+        codes: what lies behind, wherever that is; not looked at.
+        layout: that of the payload on this rank.
+        label: what messages call it.
+
+    Raises:
+        PayloadError: the first payload that is not such a one, by rank and field.
+    """
+    headers = {rank: parse(front, layout, f"{label}: the payload of rank {rank}") for rank, front in enumerate(fronts)}
+    table = layout.table(fronts)
     if layout.block_elements:
         check_table(table, layout, label)
-    return Received(layout.codes(payloads), headers, table)
+    return Received(codes, headers, table)
 
 
 def split_sums(gathered: np.ndarray, layouts: Sequence[Layout], label: str) -> list[Sums]:

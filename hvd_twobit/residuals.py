@@ -17,10 +17,8 @@ from . import checkpoint
 from .errors import ResidualError
 from .levels import within_limits
 from .state import RankState, split_share
-from .statistics import TensorSummary, euclidean_norm
+from .statistics import TensorSummary
 from .tensor_state import TensorState
-
-_FLOAT32_MAX = np.finfo(np.float32).max
 
 
 class ResidualRegistry:
@@ -79,7 +77,7 @@ class ResidualRegistry:
             return state
 
     def residual(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """The residual of a tensor, flat: float32[elements]; zeros at first. The registry's own memory.
+        """The residual of a tensor, flat: float32[elements]; zeros at first. The registry's own memory, on the host.
 
         Raises:
             ResidualError: the tensor had another shape before.
@@ -108,10 +106,12 @@ class ResidualRegistry:
     def __iter__(self) -> Iterator[str]:
         return iter(self._with_residual())
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        """The residual of a tensor in its shape, as a view of the registry's memory."""
-        state = self._with_residual()[name]
-        return state.residual.reshape(state.shape)
+    def __getitem__(self, name: str) -> Any:
+        """The residual of a tensor in its shape, as a view of the registry's memory.
+
+        A NumPy array; where gradients are compressed on the device on which they lie, a tensor of that device.
+        """
+        return self._with_residual()[name].array
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +120,7 @@ class ResidualRegistry:
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of each residual, in the unit of the gradient (computed in float64)."""
-        return {name: euclidean_norm(state.residual) for name, state in self._with_residual().items()}
+        return {name: float(state.norm) for name, state in self._with_residual().items()}
 
     def stats(self) -> dict[str, TensorSummary]:
         """What is known of each tensor that was exchanged: levels, codes, norms, bytes. See ``TensorSummary``.
@@ -143,7 +143,7 @@ class ResidualRegistry:
         To be called on every rank alike, for example where one has loaded no state: all must have the same levels.
         """
         for state in list(self._tensors.values()):
-            state.replace(state.residual if state.has_residual else None, None, 0)
+            state.relearn(None, 0)
 
     def scale(self, factor: float) -> None:
         """Multiply every residual and level, for example when the gradients' unit changes.
@@ -155,10 +155,7 @@ class ResidualRegistry:
             raise ResidualError(f"residuals can be scaled by a finite factor above zero, not by {factor!r}")
         for state in list(self._tensors.values()):
             state.settle()
-            if state.has_residual:
-                with np.errstate(over="ignore"):
-                    np.multiply(state.residual, factor, out=state.residual, casting="same_kind")
-                np.clip(state.residual, -_FLOAT32_MAX, _FLOAT32_MAX, out=state.residual)
+            state.scale(factor)
             if state.levels is not None:
                 state.levels = within_limits(state.levels.astype(np.float64) * factor)
 
@@ -208,8 +205,7 @@ class ResidualRegistry:
             self.follow_loss_scale(shared["loss_scale"] or 1.0)
             self.loss_scale = shared["loss_scale"]
         for name, state in list(self._tensors.items()):
-            state.replace(state.residual if state.has_residual else None, shared["levels"].get(name),
-                          shared["uncompressed_steps"].get(name, 0))
+            state.relearn(shared["levels"].get(name), shared["uncompressed_steps"].get(name, 0))
         self.revision += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,7 +214,9 @@ class ResidualRegistry:
         Residuals differ from rank to rank, levels do not: a job that resumes needs the state of every rank, saved by
         each. See ``checkpoint.redistribute`` for one that resumes with another number of ranks.
         """
-        return RankState(residuals={name: self[name].copy() for name in self}, **self.shared(),
+        residuals = {name: np.array(state.values).reshape(state.shape)
+                     for name, state in self._with_residual().items()}
+        return RankState(residuals=residuals, **self.shared(),
                          ranks_per_machine=self.ranks_per_machine).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

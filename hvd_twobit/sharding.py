@@ -211,9 +211,9 @@ class ShardedResiduals:
                 self._residuals.discard(piece.name)
         for share in self._shares[name]:
             state = self._residuals.tensor(share.name, self._shape(name, share))
-            state.replace(state.residual if state.has_residual else None, self._cut(levels, share, steps, state), steps)
+            state.relearn(self._cut(levels, share, steps, state), steps)
         if mine != [name]:
-            whole.replace(whole.residual if whole.has_residual else None, None, 0)
+            whole.relearn(None, 0)
             if whole.has_residual:
                 self._beside.add(name)
 

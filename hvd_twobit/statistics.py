@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
-
-import numpy as np
+import math
+from collections.abc import Callable
+from typing import Any
 
 from .levels import LEVEL_OF_MEAN
 
@@ -24,8 +24,6 @@ LEAST_SHARE = 1e-4
 
 SATURATION = 100
 """A residual beyond so many thresholds grows faster than a fixed threshold can send it."""
-
-_ELEMENTS_AT_ONCE = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +73,18 @@ class TensorStatistics:
         self._nonzero_in_window = 0
         self._nbytes = 0
         self._encoded_nonzero = self._encoded_nbytes = 0
-        self._gradient_norm = self._residual_norm = 0.0
-        self._mean_magnitude = 0.0
+        self._gradient_norm: Any = 0.0
+        self._residual_norm: Any = 0.0
+        self._mean_magnitude: Any = 0.0
         self._warned = False
 
     def summary(self) -> TensorSummary | None:
         """What is known, or None before the first exchange."""
         if not self._nbytes:
             return None
-        return TensorSummary(self._exchanges, self._level, self._nonzero / max(self._elements, 1), self._gradient_norm,
-                             self._residual_norm, self._nbytes, 4 * self._elements / self._nbytes)
+        return TensorSummary(self._exchanges, self._level, self._nonzero / max(self._elements, 1),
+                             float(self._gradient_norm), float(self._residual_norm), self._nbytes,
+                             4 * self._elements / self._nbytes)
 
     def uncompressed(self, elements: int, nbytes: int) -> None:
         """The tensor travelled uncompressed."""
@@ -92,53 +92,58 @@ class TensorStatistics:
         self._level, self._nonzero = None, 0
 
     @property
-    def _sampling(self) -> bool:
+    def is_sampled(self) -> bool:
+        """Whether norms of the coming exchange are wanted."""
         return self._exchanges == 0 or (self._exchanges + 1) % SAMPLE_EVERY == 0
 
-    def before(self, gradient: np.ndarray) -> None:
-        """A gradient, float32[elements], is about to be compressed."""
+    def begin(self) -> None:
+        """A gradient is about to be compressed."""
         self._encoded_nonzero = self._encoded_nbytes = 0
-        if self._sampling:
-            self._gradient_norm = euclidean_norm(gradient)
-            self._mean_magnitude = _mean_magnitude(gradient)
+
+    def sample(self, gradient_norm: Any, mean_magnitude: Any) -> None:
+        """What a gradient is like before it is compressed; numbers, or what ``float`` makes some of."""
+        self._gradient_norm, self._mean_magnitude = gradient_norm, mean_magnitude
 
     def add(self, nonzero: int, nbytes: int) -> None:
         """A part of it was compressed: so many codes are 11 or 10, and codes and block table take so many bytes."""
         self._encoded_nonzero += nonzero
         self._encoded_nbytes += nbytes
 
-    def after(self, residual: np.ndarray, level: float) -> None:
+    def after(self, elements: int, level: float) -> None:
         """All of it was compressed.
 
         Args:
-            residual: float32[elements], what was not sent.
+            elements: of the tensor.
             level: mean level, or the positive threshold.
         """
-        if self._sampling:
-            self._residual_norm = euclidean_norm(residual)
-        self._elements, self._level = residual.size, level
+        self._elements, self._level = elements, level
         self._nonzero, self._nbytes = self._encoded_nonzero, self._encoded_nbytes
         self._nonzero_in_window += self._nonzero
         self._exchanges += 1
 
-    def warn_of_fixed_threshold(self, name: str, threshold: float, residual: np.ndarray) -> None:
+    def left(self, residual_norm: Any) -> None:
+        """What was not sent of a gradient that was sampled: a number, or what ``float`` makes one of."""
+        self._residual_norm = residual_norm
+
+    def warn_of_fixed_threshold(self, name: str, threshold: float, largest: Callable[[], float]) -> None:
         """Log one line, once, where a fixed threshold sends almost nothing or is outrun. To be called after ``after``.
 
         Args:
             name: the tensor's name.
             threshold: the smaller magnitude of the two thresholds.
-            residual: float32[elements], what was not sent.
+            largest: tells the largest magnitude of what was not sent.
         """
         if self._exchanges % SAMPLE_EVERY:
             return
         share = self._nonzero_in_window / (SAMPLE_EVERY * max(self._elements, 1))
         self._nonzero_in_window = 0
-        if self._warned or not 0 < self._mean_magnitude < np.inf:
+        mean_magnitude = float(self._mean_magnitude)
+        if self._warned or not 0 < mean_magnitude < math.inf:
             return
         if share < LEAST_SHARE:
             problem = (f"has sent {share:.2g} of its codes in {SAMPLE_EVERY} steps: its fixed threshold of "
                        f"{threshold:.4g} is too high")
-        elif max(float(residual.max()), -float(residual.min())) > SATURATION * threshold:
+        elif largest() > SATURATION * threshold:
             problem = (f"holds back more than {SATURATION} times its fixed threshold of {threshold:.4g} in some "
                        "elements: it is too low")
         else:
@@ -146,19 +151,4 @@ class TensorStatistics:
         self._warned = True
         logger.warning("hvd_twobit: tensor %r %s for gradients of this size; threshold=%.4g would fit them, and "
                        "threshold=\"auto\" finds and follows it for each tensor", name, problem,
-                       LEVEL_OF_MEAN * self._mean_magnitude)
-
-
-def euclidean_norm(values: np.ndarray) -> float:
-    """Euclidean norm of float32[n], added in float64."""
-    return float(np.sqrt(sum(float(np.dot(part, part)) for part in _parts(values))))
-
-
-def _mean_magnitude(values: np.ndarray) -> float:
-    return sum(float(np.abs(part).sum()) for part in _parts(values)) / max(values.size, 1)
-
-
-def _parts(values: np.ndarray) -> Iterator[np.ndarray]:
-    """The values in float64, a small piece at a time."""
-    return (values[start:start + _ELEMENTS_AT_ONCE].astype(np.float64)
-            for start in range(0, values.size, _ELEMENTS_AT_ONCE))
+                       LEVEL_OF_MEAN * mean_magnitude)

@@ -102,9 +102,8 @@ class TallyLayout:
             payload.check_table(table, self.layout, label)
         return payload.Received(np.empty((present.size, 0), np.uint8), found, table[present]), present.size
 
-    def spread(self, integers: np.ndarray, sums: payload.Sums) -> None:
-        """Make counts NaN in every span in which a rank has a code 01."""
-        bits = sums.header.form
+    def spread(self, integers: np.ndarray, bits: int, planes: np.ndarray) -> None:
+        """Make counts of so many bits, uint8[planes, ..], NaN in every span in which a rank has a code 01."""
         flagged = self.not_finite(integers) != 0
         if not flagged.any():
             return
@@ -113,5 +112,5 @@ class TallyLayout:
             for span in np.flatnonzero(flagged[spans]):
                 first = words.start + int(span) * words_per_span
                 stop = min(first + words_per_span, words.stop)
-                part = sums.planes[:, counts_nbytes(first, bits):counts_nbytes(stop, bits)]
+                part = planes[:, counts_nbytes(first, bits):counts_nbytes(stop, bits)]
                 part[:] = np.resize(_NAN_BYTES[bits], part.shape[1])

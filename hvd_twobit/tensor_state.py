@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import numpy as np
 
+from .memory import HOST, Memory
 from .statistics import TensorStatistics
 
 
@@ -27,15 +30,32 @@ class TensorState:
         self.levels: np.ndarray | None = None
         self.uncompressed_steps = 0
         self.statistics = TensorStatistics()
-        self._residual: np.ndarray | None = None
-        self._copy: np.ndarray | None = None
+        self._memory: Memory = HOST
+        self._residual: Any = None
+        self._copy: Any = None
+        self._copy_memory: Memory = HOST
         self._previous: _Previous | None = None
 
     @property
+    def elements(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
     def residual(self) -> np.ndarray:
-        """The residual, flat: float32[elements], the state's own memory, which is taken, as zeros, when first used."""
+        """The residual, flat: float32[elements], the state's own memory on the host, to which it moves if need be.
+
+        Taken, as zeros, when first used.
+        """
+        return self.residual_in(HOST)
+
+    def residual_in(self, memory: Memory) -> Any:
+        """The residual as a flat array of a memory, the state's own; it moves there if need be."""
         if self._residual is None:
-            self._residual = np.zeros(int(np.prod(self.shape, dtype=np.int64)), np.float32)
+            self._residual = memory.zeros(self.elements)
+        elif memory != self._memory:
+            self._residual = memory.take(self._memory.read(self._residual))
+        self._memory = memory
         return self._residual
 
     @property
@@ -44,22 +64,53 @@ class TensorState:
         return self._residual is not None
 
     @property
+    def array(self) -> Any:
+        """The residual where it is, in the tensor's shape. There has to be one."""
+        return self._memory.shaped(self._residual, self.shape)
+
+    @property
+    def values(self) -> np.ndarray:
+        """The residual's values on the host, float32[elements], not to be changed. There has to be one."""
+        return self._memory.read(self._residual)
+
+    @property
+    def norm(self) -> Any:
+        """Euclidean norm of the residual, something that ``float`` takes. There has to be one."""
+        return self._memory.norm(self._residual)
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude in the residual. There has to be one."""
+        return float(self._memory.largest(self._residual))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory that the residual, its copy and the levels take."""
-        return sum(array.nbytes for array in (self._residual, self._copy, self.levels) if array is not None)
+        arrays = (self._residual is not None) + (self._copy is not None)
+        return arrays * 4 * self.elements + (0 if self.levels is None else self.levels.nbytes)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the residual, if there is one."""
+        if self._residual is not None:
+            self._memory.scale(self._residual, factor)
 
     def replace(self, residual: np.ndarray | None, levels: np.ndarray | None, uncompressed_steps: int) -> None:
         """Take over a state; ``residual`` is flat, float32[elements], or None for zeros that take no memory yet."""
-        self._residual, self.levels, self.uncompressed_steps = residual, levels, uncompressed_steps
+        self._memory, self._residual = HOST, residual
+        self.relearn(levels, uncompressed_steps)
+
+    def relearn(self, levels: np.ndarray | None, uncompressed_steps: int) -> None:
+        """Take over levels and counter, and keep the residual; what ``undo`` would bring back is forgotten."""
+        self.levels, self.uncompressed_steps = levels, uncompressed_steps
         self._copy = self._previous = None
 
     def remember(self, with_residual: bool) -> None:
         """Keep what ``undo`` brings back; a copy of the residual only where asked for: it costs memory and time."""
         copied = self._residual is not None and with_residual
         if copied:
-            if self._copy is None:
-                self._copy = np.empty_like(self._residual)
-            np.copyto(self._copy, self.residual)
+            self._copy = self._memory.duplicate(self._residual, self._copy if self._copy_memory == self._memory
+                                                else None)
+            self._copy_memory = self._memory
         self._previous = _Previous(self.levels, self.uncompressed_steps, self._residual is None, copied)
 
     def settle(self) -> None:
@@ -74,8 +125,10 @@ class TensorState:
         self.levels, self.uncompressed_steps = previous.levels, previous.uncompressed_steps
         if previous.had_no_residual:
             self._residual = None
-        elif previous.copied:
-            self._residual, self._copy = self._copy, self._residual
+        elif previous.copied and self._copy_memory == self._memory:
+            self._memory.restore(self._residual, self._copy)
+        elif previous.copied:  # It has moved since.
+            self._residual = self._memory.take(self._copy_memory.read(self._copy).copy())
 
 
 @dataclasses.dataclass(frozen=True)

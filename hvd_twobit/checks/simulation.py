@@ -70,8 +70,8 @@ class SimulatedAdaptiveTensor:
         if count:
             return self._kept(sum(float(sums[number]) for sums, _ in selected) / count)
         taking_part = self.residuals[:len(selected)]
-        silent = [np.abs(residual[self._blocks[number]], dtype=np.float64) for residual in taking_part]
-        total = sum(float(np.float32(magnitudes.sum())) for magnitudes in silent)
+        silent = [np.abs(residual[self._blocks[number]]) for residual in taking_part]
+        total = sum(float(reference.sum_in_lanes(magnitudes)) for magnitudes in silent)
         return self._kept(2 * total / sum(part.size for part in silent)) if total else self.levels[number]
 
     @staticmethod

@@ -44,6 +44,8 @@ ELEMENTS_PER_WORD = 16
 SUM_CHUNK_ELEMENTS = 1024
 """``selected_sum`` adds float32 lanes within chunks of this many elements, and chunks in float64."""
 
+_SELECTED_IN_BYTE = np.array([bin(byte & 0b10101010).count("1") for byte in range(256)], np.uint8)
+
 COUNT_BITS = (4, 8, 16)
 """Bits that a count may take. Its lowest value stands for NaN, so that b bits are enough for 2^(b-1) - 1 ranks."""
 
@@ -68,6 +70,11 @@ def load(name: str) -> types.ModuleType:
 def packed_nbytes(elements: int) -> int:
     """Bytes of the packed codes of a tensor: four for every 16 elements or part of them."""
     return 4 * (-(-elements // ELEMENTS_PER_WORD))
+
+
+def selected(packed: np.ndarray) -> int:
+    """How many of some packed codes, uint8[4 * words], are 11 or 10."""
+    return int(_SELECTED_IN_BYTE[packed].sum(dtype=np.int64))
 
 
 def count_bits(ranks: int) -> int:

@@ -65,7 +65,7 @@ def quantize_pack(gradient: np.ndarray, residual: np.ndarray, packed: np.ndarray
         for block in range(blocks):
             start = block * quantizer.block_elements
             stop = start + quantizer.block_elements
-            selected_sum[block] = _sum_in_lanes(magnitude[start:stop])
+            selected_sum[block] = sum_in_lanes(magnitude[start:stop])
             selected_count[block] = np.count_nonzero((positive | negative)[start:stop])
     packed[:] = _pack(codes)
     return selected_sum, selected_count
@@ -286,7 +286,7 @@ def _unpack(packed: np.ndarray) -> np.ndarray:
     return codes.reshape(packed.shape[0], 4 * packed.shape[1])
 
 
-def _sum_in_lanes(magnitude: np.ndarray) -> np.float32:
+def sum_in_lanes(magnitude: np.ndarray) -> np.float32:
     """Sum in the order that a vector unit adds: 16 float32 lanes within a chunk, chunks in float64.
 
     Rounding depends on the order, and backends must agree to the bit; this order is what a loop over 16-element
