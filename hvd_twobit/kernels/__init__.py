@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import importlib
 import types
+from typing import Any
 
 import numpy as np
 
@@ -108,6 +109,8 @@ def whole_tensor(elements: int) -> int:
 class Quantizer:
     """Where one tensor's elements are decided and what their codes stand for, per block.
 
+    The four are arrays of the kind that the backend takes.
+
     Attributes:
         block_elements: elements of a block, a multiple of 16; the length of the tensor or more means one block.
         positive_threshold: float32[blocks], > 0; a residual at or above it gets code 11.
@@ -117,10 +120,10 @@ class Quantizer:
     """
 
     block_elements: int
-    positive_threshold: np.ndarray
-    negative_threshold: np.ndarray
-    positive_level: np.ndarray
-    negative_level: np.ndarray
+    positive_threshold: Any
+    negative_threshold: Any
+    positive_level: Any
+    negative_level: Any
 
     def __post_init__(self) -> None:
         _check_block_elements(self.block_elements)
