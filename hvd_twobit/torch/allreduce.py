@@ -89,8 +89,8 @@ def compress(config: TwoBitConfig, tensor: torch.Tensor,
         takes = horovod_takes(tensor.device)
         if takes and tensor.dtype in HOROVOD_DTYPES:
             return tensor, None
-        wire = tensor.dtype if tensor.dtype in HOROVOD_DTYPES else torch.float32
-        return tensor.to(tensor.device if takes else "cpu", wire), Converted(tensor.dtype, tensor.device)
+        dtype = tensor.dtype if tensor.dtype in HOROVOD_DTYPES else torch.float32
+        return tensor.to(tensor.device if takes else "cpu", dtype), Converted(tensor.dtype, tensor.device)
     if tensor.requires_grad and torch.is_grad_enabled():
         of = "" if named is None else f" {named.name!r}"
         raise UnsupportedOperationError(

@@ -313,7 +313,7 @@ class DeviceBucket:
         if not chunk.layout.block_elements:  # One level for all; each run is one block.
             levels = np.repeat(levels[:, :1], len(chunk.parts), axis=1)
         if len(levels) > 1 and levels.strides[0] == 0:  # All ranks have the same.
-            return upload(levels[:1], self.memory.device).expand(len(levels), -1, -1).contiguous()
+            return upload(levels[:1], self.memory.device).expand(len(levels), -1, -1)
         return upload(levels, self.memory.device)
 
     def _here(self, array: Any) -> torch.Tensor:

@@ -103,6 +103,9 @@ CONFIGURATIONS = {
         dict(threshold=0.5, transport="allreduce"), dict(gradient_predivide_factor=4.0), missing="row"),
     **{f"{transport} in small buckets": Configuration(dict(transport=transport, bucket_cap_mb=0.006, block_elements=64,
                                                            min_elements=0)) for transport in TRANSPORTS},
+    **{f"{transport} of few elements": Configuration(
+        dict(transport=transport, block_elements=64, min_elements=0), shapes={"wide": (9, 31), "row": (150,)})
+        for transport in TRANSPORTS},
     "a fixed threshold with warm-up": Configuration(dict(threshold=0.4, warmup_steps=2)),
     "a fixed threshold": Configuration(dict(threshold=0.5)),
     "sum": Configuration(dict(threshold=0.3), dict(op="Sum")),
