@@ -51,7 +51,7 @@ class _OnTensors:
         if array.dtype.byteorder == ">":
             raise ValueError(f"residual is {array.dtype}, which no tensor can be")
         if min(array.strides, default=0) < 0:
-            raise ValueError("tensors are in order of their addresses")
+            raise ValueError("the rows of packed must be in order of their addresses: no tensor can be otherwise")
         array = array.view(_SWAPPED.get(array.dtype.name, array.dtype))
         if not array.flags.writeable or not array.flags.aligned:  # It is only read.
             array = array.copy()
@@ -67,8 +67,9 @@ class _OnTensors:
             return argument
 
         try:
-            return getattr(self._backend, name)(*map(converted, arguments),
-                                                **{key: converted(value) for key, value in named.items()})
+            with np.errstate(over="ignore", invalid="ignore"):
+                return getattr(self._backend, name)(*map(converted, arguments),
+                                                    **{key: converted(value) for key, value in named.items()})
         except ValueError as error:
             raise ValueError(re.sub(r"\bu?int32\b", lambda found: _SWAPPED[found[0]], str(error))) from error
 

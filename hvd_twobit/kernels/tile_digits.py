@@ -34,7 +34,7 @@ def tally(packed, words: tl.int64, per_integer: tl.int32, radix: tl.int32, talli
     """
     first = tl.program_id(0).to(tl.int64) * TILE_WORDS
     groups = tl.arange(0, TILE_WORDS)
-    left = tl.minimum(words - first * per_integer, TILE_WORDS * per_integer).to(tl.int32)
+    left = tl.minimum(words - first * per_integer, per_integer * TILE_WORDS).to(tl.int32)
     packed = integers(packed) + first * per_integer
     one = tl.zeros([TILE_WORDS, 16], tl.int32)
     other = tl.zeros([TILE_WORDS, 16], tl.int32)
@@ -72,7 +72,7 @@ def count_tallies(tallies, words: tl.int64, per_integer: tl.int32, radix: tl.int
     """
     first = tl.program_id(0).to(tl.int64) * TILE_WORDS
     groups = tl.arange(0, TILE_WORDS)
-    left = tl.minimum(words - first * per_integer, TILE_WORDS * per_integer).to(tl.int32)
+    left = tl.minimum(words - first * per_integer, per_integer * TILE_WORDS).to(tl.int32)
     counts = integers(counts) + first * per_integer * (BITS // 2)
     at = tallies + first * WORD + groups[:, None] * WORD + tl.arange(0, 16)[None, :]
     rest = tl.load(at, mask=(groups * per_integer < left)[:, None], other=0).to(tl.uint32, bitcast=True)
@@ -97,7 +97,7 @@ def push_digits(packed, words: tl.int64, per_word: tl.int32, radix: tl.float64, 
     """
     first = tl.program_id(0).to(tl.int64) * TILE_WORDS
     groups = tl.arange(0, TILE_WORDS)
-    left = tl.minimum(words - first * per_word, TILE_WORDS * per_word).to(tl.int32)
+    left = tl.minimum(words - first * per_word, per_word * TILE_WORDS).to(tl.int32)
     packed = integers(packed) + first * per_word
     total = tl.zeros([TILE_WORDS, 16], tl.float64)
     for i in range(0, per_word):
@@ -134,7 +134,7 @@ def pop_digits(doubles, elements: tl.int64, per_word: tl.int32, radix: tl.float6
     first = tl.program_id(0).to(tl.int64) * TILE_WORDS
     groups = tl.arange(0, TILE_WORDS)
     columns = tl.arange(0, 16)[None, :]
-    left = tl.minimum(elements - first * per_word * WORD, TILE_WORDS * per_word * WORD).to(tl.int32)
+    left = tl.minimum(elements - first * per_word * WORD, per_word * (TILE_WORDS * WORD)).to(tl.int32)
     out += first * per_word * WORD
     at = doubles + first * WORD + groups[:, None] * WORD + columns
     rest = tl.load(at, mask=(groups * per_word * WORD < left)[:, None], other=0.0)

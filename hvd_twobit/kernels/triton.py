@@ -435,24 +435,29 @@ def _words_per_block(block_elements: int) -> int:
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    if (tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device):
-        raise ValueError(f"{name} is {_described(tensor)}, but must be contiguous "
-                         f"{_name_of(dtype)}{list(shape)} on {device}")
+    if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
+        raise _unfit(name, tensor, f"contiguous {_name_of(dtype)}{list(shape)}", device)
 
 
 def _check_rows(name: str, rows: torch.Tensor, nbytes: int, device: torch.device) -> None:
     if rows.dtype is not torch.uint8 or rows.dim() != 2 or rows.shape[1] != nbytes or rows.device != device:
-        raise ValueError(f"{name} is {_described(rows)}, but must be uint8[rows, {nbytes}] on {device}")
-    if rows.numel() and rows.shape[1] > 1 and rows.stride(1) != 1:
-        raise ValueError(f"the rows of {name} must be contiguous and in order of their addresses")
+        raise _unfit(name, rows, f"uint8[rows, {nbytes}]", device)
+    if rows.stride(1) != 1 and rows.numel() and nbytes > 1:
+        raise ValueError(f"the rows of {name} must be contiguous")
 
 
 def _check_levels(levels: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Pairs of all ranks: those of the next rank may lie anywhere, for all of them also in the same place."""
-    if levels.dim() != 3 or not (levels.is_contiguous() or levels[:1].is_contiguous()):
-        _check("levels", levels, torch.float32, shape, device)
-    if levels.dtype is not torch.float32 or levels.shape != shape or levels.device != device:
-        raise ValueError(f"levels is {_described(levels)}, but must be float32{list(shape)} on {device}")
+    """Levels of ranks: those of each are contiguous, and may be the same memory, as ``expand`` makes them."""
+    if (levels.dtype is not torch.float32 or levels.shape != shape or levels.device != device
+            or not levels[:1].is_contiguous()):
+        raise _unfit("levels", levels, f"float32{list(shape)}, contiguous of each rank", device)
+
+
+def _unfit(name: str, tensor: torch.Tensor, wanted: str, device: torch.device) -> ValueError:
+    found = f"{_name_of(tensor.dtype)}{list(tensor.shape)}"
+    if tensor.device != device:
+        return ValueError(f"{name} is {found} on {tensor.device}, but must be {wanted} on {device}")
+    return ValueError(f"{name} is {found}, but must be {wanted}")
 
 
 def _check_counts(counts: torch.Tensor, bits: int, words: int, device: torch.device) -> None:
@@ -479,10 +484,6 @@ def _quantizer_tensors(quantizer: Quantizer, blocks: int, device: torch.device) 
     for name, tensor in of_blocks.items():
         _check(name, tensor, torch.float32, (blocks,), device)
     return tuple(of_blocks.values())
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{_name_of(tensor.dtype)}{list(tensor.shape)} on {tensor.device}"
 
 
 def _name_of(dtype: torch.dtype) -> str:
