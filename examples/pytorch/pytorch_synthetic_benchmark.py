@@ -3,9 +3,9 @@
     horovodrun --gloo -np 2 python examples/pytorch/pytorch_synthetic_benchmark.py --twobit-allreduce
 
 It follows Horovod's benchmark of the same name, on GPUs where PyTorch sees some. ResNet-50, -101 and -152 are defined
-here, so that torchvision is not needed; where it is installed, ``--model`` takes its classifiers too, such as vgg16. Run
-it between hosts, over the link that is in question: on one machine, where no link is in the way, compression has little
-to win.
+here, so that torchvision is not needed; where it is installed, ``--model`` takes its classifiers too, such as vgg16.
+Run it between hosts, over the link that is in question: on one machine, where no link is in the way, compression has
+little to win.
 """
 
 import argparse
