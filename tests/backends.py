@@ -17,7 +17,7 @@ import importlib.util
 import os
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,6 +109,11 @@ OTHERS = [name for name in BACKENDS if BACKENDS[name] is not DEFINITION]
 
 compared_with_the_definition = pytest.mark.parametrize("compared", [BACKENDS[name] for name in OTHERS], ids=OTHERS)
 """Calls a test with every backend but the definition."""
+
+
+def few(backend: Any, items: Sequence[Any]) -> Sequence[Any]:
+    """All items, but for Triton's interpreter, which is slow, the first two."""
+    return items[:2] if backend is BACKENDS.get("triton") else items
 
 
 def holds_for(names: list[str], examples: int, interpreted_examples: int, **strategies: Any) -> Callable[..., Any]:
