@@ -4,9 +4,9 @@ Run as a module by test_kernels_triton, without TRITON_INTERPRET:
 
     python -m tests.compiled_triton
 
-The backend's own functions are called, on small tensors of the CPU. Where they launch, Triton compiles for the arguments and
-options of that launch, as it would on a GPU, and nothing runs. Prints one line of JSON: what ``facts`` tells of each kernel,
-by compute capability, what was launched, and the kernel's name.
+The backend's own functions are called, on small tensors of the CPU. Where they launch, Triton compiles for the
+arguments and options of that launch, as it would on a GPU, and nothing runs. Prints one line of JSON: what ``facts``
+tells of each kernel, by compute capability, what was launched, and the kernel's name.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def facts(compiled: Any) -> dict[str, Any]:
         usage = subprocess.run([DISASSEMBLER, "--dump-resource-usage", file.name], capture_output=True, text=True,
                                check=True).stdout
     ptx = compiled.asm["ptx"]
-    return {"instructions": sorted(set(re.findall(r"^\s+(?:@\S+ )?([a-z][a-z0-9_]*\.[a-z0-9_.:]+)", ptx, re.MULTILINE))),
+    instructions = re.findall(r"^\s+(?:@\S+ )?([a-z][a-z0-9_]*\.[a-z0-9_.:]+)", ptx, re.MULTILINE)
+    return {"instructions": sorted(set(instructions)),
             "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
             "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
             "float64": [name for name, kind in compiled.src.signature.items() if kind == "fp64"],

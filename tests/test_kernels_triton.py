@@ -1,7 +1,7 @@
 """What the Triton backend does beyond the rule: many runs in one launch, and what its machine code has to be like.
 
-That its results are the reference's, tensor by tensor, is in the tests of all backends, by the interpreter (backends.py). No
-test here needs a GPU.
+That its results are the reference's, tensor by tensor, is in the tests of all backends, by the interpreter
+(backends.py). No test here needs a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_twobit.kernels import Quantizer, block_count, count_bits, counts_nbytes, packed_nbytes
+from hvd_twobit.kernels import Quantizer, block_count, count_bits, counts_nbytes, packed_nbytes, whole_tensor
 from hvd_twobit.kernels.reference import _sum_in_lanes
 from hvd_twobit.payload import BLOCK_TABLE
 
@@ -39,7 +39,7 @@ def blocks_of(elements: int, block_elements: int) -> int:
 
 
 class Placed:
-    """Arrays of several runs, and the tensors that a launch gets: copies that lie in one buffer, at 16 bytes or beside."""
+    """What a launch gets of arrays of several runs: tensors in one buffer, which are aligned to 16 bytes or are not."""
 
     def __init__(self, arrays: Sequence[np.ndarray], aligned: bool) -> None:
         self.buffer = torch.full((sum(array.size + 16 for array in arrays) + 16,), 77.0)
@@ -61,7 +61,7 @@ def of_runs(quantizer: Quantizer, block_elements: int, lengths: Sequence[int]) -
     made, first = [], 0
     for elements in lengths:
         part = slice(first, first + blocks_of(elements, block_elements))
-        made.append(Quantizer(block_elements or max(16, 4 * packed_nbytes(elements)), quantizer.positive_threshold[part],
+        made.append(Quantizer(block_elements or whole_tensor(elements), quantizer.positive_threshold[part],
                               quantizer.negative_threshold[part], quantizer.positive_level[part],
                               quantizer.negative_level[part]))
         first = part.stop
@@ -144,7 +144,7 @@ def test_runs_are_unpacked_as_each_of_them_alone(block_elements: int, ranks: int
         wanted = np.empty(elements, np.float32)
         DEFINITION.unpack_sum(packed[:, 8 + 4 * word:8 + 4 * (word + words)],
                               np.ascontiguousarray(levels[:, block:block + blocks]),
-                              block_elements or max(16, 16 * words), wanted, 1 / 3)
+                              block_elements or whole_tensor(elements), wanted, 1 / 3)
         assert np.array_equal(found, wanted, equal_nan=True)
         word, block = word + words, block + blocks
 
@@ -157,14 +157,15 @@ def test_counts_of_runs_are_weighed_as_those_of_each_alone(block_elements: int, 
     DEFINITION.pack_counts(random.integers(0, 256, (ranks, 4 * runs.words), np.uint8), bits, counts[:, 4:])
     levels = (random.random((runs.blocks, 2)) * [1, -1]).astype(np.float32)
     outs = Placed([np.full(elements, 7, np.float32) for elements in LENGTHS], aligned=True)
-    TRITON.unpack_counts_runs(runs, torch.from_numpy(counts)[:, 4:], bits, torch.from_numpy(levels), outs.tensors, 1 / 3)
+    TRITON.unpack_counts_runs(runs, torch.from_numpy(counts)[:, 4:], bits, torch.from_numpy(levels), outs.tensors,
+                              1 / 3)
 
     byte, block = 4, 0
     for elements, found in zip(LENGTHS, outs.arrays()):
         nbytes, blocks = counts_nbytes(packed_nbytes(elements) // 4, bits), blocks_of(elements, block_elements)
         wanted = np.empty(elements, np.float32)
         DEFINITION.unpack_counts(counts[:, byte:byte + nbytes], bits, levels[block:block + blocks],
-                                 block_elements or max(16, 4 * packed_nbytes(elements)), wanted, 1 / 3)
+                                 block_elements or whole_tensor(elements), wanted, 1 / 3)
         assert np.array_equal(found, wanted, equal_nan=True)
         byte, block = byte + nbytes, block + blocks
 
@@ -172,7 +173,8 @@ def test_counts_of_runs_are_weighed_as_those_of_each_alone(block_elements: int, 
 def test_no_runs_and_no_ranks_are_nothing_to_do() -> None:
     runs = TRITON.Runs([], 1024, "cpu")
     nothing, none = torch.empty(0, dtype=torch.uint8), torch.empty(0)
-    assert TRITON.quantize_pack_runs(runs, [], [], nothing, Quantizer(16, none, none, none, none), nothing).tolist() == []
+    counts = TRITON.quantize_pack_runs(runs, [], [], nothing, Quantizer(16, none, none, none, none), nothing)
+    assert counts.tolist() == []
     TRITON.unpack_sum_runs(runs, nothing[None], torch.empty(1, 0, 2), [])
     out = torch.ones(20)
     TRITON.unpack_sum_runs(TRITON.Runs([20], 0, "cpu"), torch.empty((0, 8), dtype=torch.uint8), torch.empty(0, 1, 2),
@@ -196,7 +198,8 @@ def test_sums_that_float64_would_round_are_added_in_order() -> None:
     (dict(residuals=[torch.zeros(40), torch.zeros(6)]), r"residuals\[1\] is float32\[6\], but must be .*float32\[5\]"),
     (dict(gradients=[torch.zeros(80)[::2], torch.zeros(5)]), r"gradients\[0\] is float32\[40\].*contiguous"),
     (dict(gradients=[torch.zeros(40).double(), torch.zeros(5)]), r"gradients\[0\] is float64"),
-    (dict(residuals=[torch.zeros(40, device="meta"), torch.zeros(5)]), r"residuals\[0\] is .* on meta, but must be .* on cpu"),
+    (dict(residuals=[torch.zeros(40, device="meta"), torch.zeros(5)]),
+     r"residuals\[0\] is float32\[40\] on meta, but must be .* on cpu"),
     (dict(packed=torch.zeros(12, dtype=torch.uint8)), r"packed is uint8\[12\].*uint8\[16\]"),
     (dict(table=torch.zeros(40, dtype=torch.uint8)), r"table is uint8\[40\].*uint8\[32\]"),
     (dict(quantizer=Quantizer(16, *torch.ones(4, 5))), r"positive_threshold is float32\[5\].*float32\[4\]"),
@@ -272,6 +275,6 @@ def test_aligned_tensors_are_read_and_written_16_bytes_at_a_time(compiled: dict[
 
 
 def test_registers_are_enough(compiled: dict[str, dict[str, Any]]) -> None:
-    """ptxas may put a few numbers aside that are needed outside of the loops, to make room for one more group of threads."""
+    """ptxas may put aside a few numbers that are needed outside of loops, to have room for more threads."""
     for label, facts in compiled.items():
         assert facts["stack"] <= 32 and facts["local"] == 0 and facts["reg"] <= 200, label
