@@ -14,9 +14,9 @@ ROUNDS = tl.constexpr(1.5 * 2.0**52)
 
 
 @triton.jit
-def _codes_of_words(packed, words, inside):
-    """The codes of a word per row, i32 tile: those of words that are not there are zero."""
-    return (tl.load(packed + words, mask=inside, other=0)[:, None] >> shifts(tl.arange(0, 16))[None, :]) & 3
+def _codes_of_words(packed, words, inside, shift):
+    """The codes of a word per row, i32 tile: those of words that are not there are zero. ``shift``: see ``shifts``."""
+    return (tl.load(packed + words, mask=inside, other=0)[:, None] >> shift) & 3
 
 
 # ---- digits of 32-bit integers --------------------------------------------------------------------------------------
@@ -36,13 +36,14 @@ def tally(packed, words: tl.int64, per_integer: tl.int32, radix: tl.int32, talli
     groups = tl.arange(0, TILE_WORDS)
     left = tl.minimum(words - first * per_integer, per_integer * TILE_WORDS).to(tl.int32)
     packed = integers(packed) + first * per_integer
+    shift = shifts(tl.arange(0, 16)[None, :])
     one = tl.zeros([TILE_WORDS, 16], tl.int32)
     other = tl.zeros([TILE_WORDS, 16], tl.int32)
     not_finite = tl.zeros([TILE_WORDS, 16], tl.int32)
     for i in range(0, per_integer):
         word = groups * per_integer + (per_integer - 1 - i)
         inside = word < left
-        codes = _codes_of_words(packed, word, inside)
+        codes = _codes_of_words(packed, word, inside, shift)
         not_finite += tl.where(codes == 1, 1, 0)
         if PLANES == 1:
             digits = tl.where(codes == 3, 2, tl.where(codes == 2, 0, 1))
@@ -99,10 +100,11 @@ def push_digits(packed, words: tl.int64, per_word: tl.int32, radix: tl.float64, 
     groups = tl.arange(0, TILE_WORDS)
     left = tl.minimum(words - first * per_word, per_word * TILE_WORDS).to(tl.int32)
     packed = integers(packed) + first * per_word
+    shift = shifts(tl.arange(0, 16)[None, :])
     total = tl.zeros([TILE_WORDS, 16], tl.float64)
     for i in range(0, per_word):
         word = groups * per_word + (per_word - 1 - i)
-        codes = _codes_of_words(packed, word, word < left)
+        codes = _codes_of_words(packed, word, word < left, shift)
         digits = tl.where(codes == 3, 1.0, tl.where(codes == 1, float("nan"), 0.0)).to(tl.float64)
         total = total * radix + tl.where(codes == 2, negative, digits)
     at = doubles + first * WORD + groups[:, None] * WORD + tl.arange(0, 16)[None, :]

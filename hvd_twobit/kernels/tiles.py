@@ -76,7 +76,7 @@ def shifts(columns):
 # ---- quantize_pack --------------------------------------------------------------------------------------------------
 
 @triton.jit
-def _quantize_tile(loaded, residuals, at, inside, thresholds, levels):
+def _quantize_tile(loaded, residuals, at, inside, thresholds, levels, shift):
     """Quantize one word per row.
 
     Args:
@@ -84,6 +84,7 @@ def _quantize_tile(loaded, residuals, at, inside, thresholds, levels):
         residuals, at: pointer and offsets of what is overwritten with the new residual.
         inside: which elements are there.
         thresholds, levels: the positive and the negative one.
+        shift: see ``shifts``.
 
     Returns:
         The words, i32[ROWS]; the magnitudes of what was selected and of the new residual, 0 elsewhere.
@@ -98,7 +99,7 @@ def _quantize_tile(loaded, residuals, at, inside, thresholds, levels):
     kept = tl.where(finite, kept, residual)
     tl.store(residuals + at, kept, mask=inside)
     codes = tl.where(positive, 3, tl.where(negative, 2, tl.where(finite, 0, 1)))
-    words = tl.sum(codes << shifts(tl.arange(0, 16))[None, :], axis=1)
+    words = tl.sum(codes << shift, axis=1)
     return words, tl.where(positive | negative, magnitude, 0.0), tl.abs(kept)
 
 
@@ -129,6 +130,7 @@ def _quantize_rows(gradients, residuals, packed, offsets, limits, last_words, th
         that were selected, and of all magnitudes of the new residual. A sum that was not asked for is zero.
     """
     columns = tl.arange(0, 16)[None, :]
+    shift = shifts(columns)
     selected = tl.zeros([ROWS, 16], tl.float32)
     silent = tl.zeros([ROWS, 16], tl.float32)
     counts = offsets * 0
@@ -145,7 +147,7 @@ def _quantize_rows(gradients, residuals, packed, offsets, limits, last_words, th
             for i in tl.static_range(AT_ONCE):
                 starts = (offsets + (first + word + i) * STEP)[:, None]
                 tile, of_selected, of_residual = _quantize_tile(loaded[i], residuals, starts + columns,
-                                                                starts < limits[:, None], thresholds, levels)
+                                                                starts < limits[:, None], thresholds, levels, shift)
                 words = tl.where(columns == word + i, tile[:, None], words)
                 if SUMS:
                     selected += of_selected
@@ -160,7 +162,7 @@ def _quantize_rows(gradients, residuals, packed, offsets, limits, last_words, th
         gradient = tl.load(gradients + at, mask=inside, other=0.0)
         residual = tl.load(residuals + at, mask=inside, other=0.0)
         words, of_selected, of_residual = _quantize_tile((gradient, residual), residuals, at, inside, thresholds,
-                                                         levels)
+                                                         levels, shift)
         tl.store(packed + limits // WORD, words, mask=last_words > 0)
         counts += _ones(words)
         if SUMS:
