@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import TILE_WORDS, WORD, integers, scaled, shifts, store_counts, weighed
+from .tiles import TILE_WORDS, WORD, integers, launched, scaled, shifts, store_counts, weighed
 
 ROUNDS = tl.constexpr(1.5 * 2.0**52)
 
@@ -21,7 +21,7 @@ def _codes_of_words(packed, words, inside, shift):
 
 # ---- digits of 32-bit integers --------------------------------------------------------------------------------------
 
-@triton.jit
+@launched
 def tally(packed, words: tl.int64, per_integer: tl.int32, radix: tl.int32, tallies, plane_stride: tl.int64, found,
           PLANES: tl.constexpr):
     """Make integers of codes, the digits of the last word first.
@@ -59,7 +59,7 @@ def tally(packed, words: tl.int64, per_integer: tl.int32, radix: tl.int32, talli
     tl.store(found, 1, mask=tl.max(not_finite) > 0)
 
 
-@triton.jit
+@launched
 def count_tallies(tallies, words: tl.int64, per_integer: tl.int32, radix: tl.int32, multiplier: tl.int64,
                   shift: tl.int32, offset: tl.int32, counts, BITS: tl.constexpr):
     """Take the integers of one plane apart into counts, the lowest digits first.
@@ -87,7 +87,7 @@ def count_tallies(tallies, words: tl.int64, per_integer: tl.int32, radix: tl.int
 
 # ---- digits of doubles ----------------------------------------------------------------------------------------------
 
-@triton.jit
+@launched
 def push_digits(packed, words: tl.int64, per_word: tl.int32, radix: tl.float64, negative: tl.float64, doubles):
     """Make doubles of codes, the digits of the last word first.
 
@@ -117,7 +117,7 @@ def _rounded(doubles):
     return (doubles + ROUNDS) - ROUNDS
 
 
-@triton.jit
+@launched
 def pop_digits(doubles, elements: tl.int64, per_word: tl.int32, radix: tl.float64, inverse: tl.float64,
                negative: tl.float64, middle: tl.float64, middles: tl.float64, divisor: tl.float64, levels,
                words_per_block: tl.int32, out, scale: tl.float64, SYMMETRIC: tl.constexpr):
@@ -156,4 +156,8 @@ def pop_digits(doubles, elements: tl.int64, per_word: tl.int32, radix: tl.float6
             positives = total - negatives * negative
             total = weighed(positives.to(tl.float32), negatives.to(tl.float32), positive_level,
                             tl.load(pairs + 1, mask=there, other=0.0))
-        tl.store(out + (starts + columns), scaled(total, scale), mask=starts + columns < left)
+        total = scaled(total, scale)
+        # Apart, so that the mask of whole words is the same for all elements of a thread.
+        tl.store(out + (starts + columns), total, mask=starts < left // WORD * WORD)
+        if left % WORD > 0:
+            tl.store(out + (starts + columns), total, mask=(starts == left // WORD * WORD) & (columns < left % WORD))
