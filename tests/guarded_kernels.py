@@ -31,8 +31,8 @@ from .guarded import Guarded
 SIZES = [*range(71), 79, 80, 81, *range(1007, 1042), 2047, 2048, 2049, 4096, 4103]
 """Elements: all parts of words, and what lies around blocks and chunks of 1024."""
 
-INTERPRETED_SIZES = [17, 1041]
-"""The same, but few: Triton's interpreter is slow."""
+INTERPRETED_SIZES = [1041]
+"""The same, but one: Triton's interpreter is slow."""
 
 RANKS = (0, 1, 2, 3)
 

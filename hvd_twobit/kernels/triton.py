@@ -81,8 +81,8 @@ def quantize_pack(gradient: torch.Tensor, residual: torch.Tensor, packed: torch.
     words = _word_aligned(packed)
     _launch(tiles.quantize, -(-rows.total // SPAN_ROWS), device,
             gradient, residual, elements, None, None, None, 0, words, *of_blocks, sums, None, counts, None,
-            _words_per_block(rows.block_elements), rows.per_block, ROWS=SPAN_ROWS, ALIGNED=_are_aligned(gradient, residual),
-            ONE_BLOCK=rows.one_block, TABLE=False)
+            _words_per_block(rows.block_elements), rows.per_block, ROWS=SPAN_ROWS,
+            ALIGNED=_are_aligned(gradient, residual), ONE_BLOCK=rows.one_block, TABLE=False)
     if rows.per_block > 1:
         _launch(tiles.add_rows, rows.blocks, device, sums, None, counts, None, rows.total, rows.per_block,
                 selected_sum, selected_count, TABLE=False, TILE=_SUM_TILE)
