@@ -19,12 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
 from hvd_twobit import kernels
-from hvd_twobit.kernels import Quantizer, block_count, packed_nbytes
 
 BACKEND = kernels.load("triton")
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
