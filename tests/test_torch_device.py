@@ -25,6 +25,7 @@ from hvd_twobit.torch.placement import KERNELS_VARIABLE, Placement
 from hvd_twobit.transports import Planned
 
 from . import tensor_reference
+from .coders import carry
 from .jobs import TIMEOUT_S
 from .launcher import run_ranks
 from .scenarios import torch_amp, torch_device, torch_optimizer
@@ -137,23 +138,8 @@ def exchange(made: Sequence[Coder], transport: str, seed: int,
         for name, value in values.items():
             one.put(name, as_taken_by(one, value))
         one.seal()
-        assert one.is_ready(wait=True)
         outs.append(values)
-    if transport == "allgather":
-        for one in made:
-            one.receive(damage(torch.cat([other.payloads for other in made])))
-    elif transport == "sra":
-        for rank, one in enumerate(made):
-            one.sum(damage(torch.cat([other.payloads.split(other.splits)[rank] for other in made])))
-            assert one.are_summed(wait=True)
-        for one in made:
-            one.receive_sums(damage(torch.cat([other.sums for other in made])))
-    else:
-        integers = [one.tally() for one in made]
-        total = damage(sum(integers[1:], integers[0]))
-        for one, mine in zip(made, integers):
-            mine.copy_(total)
-            one.receive_tallies()
+    carry(made, transport, damage)
     for one, values in zip(made, outs):
         for name in SHAPES:
             one.take(name, as_taken_by(one, values[name]))
