@@ -50,11 +50,6 @@ ARRANGEMENTS = (ALIGNED, Arrangement(1, 4, 4), Arrangement(3, 1, 3))
 """Nothing is aligned to 16 bytes in the second, nor words of codes to 4 in the third."""
 
 
-def arrangements(full: bool) -> tuple[Arrangement, ...]:
-    """Those that are tried: all, or the first and the last."""
-    return ARRANGEMENTS if full else ARRANGEMENTS[::2]
-
-
 class Arranged:
     """An array, and the same on a device, both within filled memory.
 

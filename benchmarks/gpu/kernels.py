@@ -16,7 +16,7 @@ import torch
 from hvd_twobit import kernels
 from hvd_twobit.kernels import Digits, Quantizer, Tallies, block_count, counts_nbytes, packed_nbytes, whole_tensor
 
-from .arranging import ALIGNED, REFERENCE, arrangements, compared
+from .arranging import ALIGNED, ARRANGEMENTS, REFERENCE, compared
 from .checking import LeftOut, Setup
 
 SPECIAL = np.concatenate([
@@ -30,66 +30,72 @@ WHOLE = 0
 
 SCALES = (1.0, 1 / 3, 1e-42)
 
+BLOCKS = (16, 48, 512, 1024, 4096, WHOLE)
+TAILS = range(34)
+SIZES = (1008, 1023, 1024, 1025, 4096, 16 * 1024 + 5, 2 * 16 * 1024, 100_003)
+
+SHIFTED = ARRANGEMENTS[1:]
+SHIFTED_SIZES = (21, 5_008)
+"""Fewer: Triton compiles a kernel anew for each kind of number and address, which takes a second or more."""
+
+FEW_CASES = ((ALIGNED, 16, 35), (ARRANGEMENTS[-1], WHOLE, 35))
+"""For an interpreter: arrangement, elements of a block, elements."""
+
 
 def quantize_pack(setup: Setup) -> Iterator[str]:
     """All lengths of a last word, blocks of several sizes, all arrangements."""
     backend, random = kernels.load("triton"), setup.random()
-    if setup.full:
-        sizes = [*range(34), *range(1008, 1042), 4095, 4096, 16 * 1024 + 5, 2 * 16 * 1024, 100_003]
-        blocks = [16, 48, 512, 1024, 4096, WHOLE]
-    else:
-        sizes, blocks = [35], [16, WHOLE]
-    for block_elements, arrangement in itertools.product(blocks, arrangements(setup.full)):
-        for elements in sizes:
-            gradient, residual, quantizer = quantized(random, elements, block_elements)
-            packed = np.full(packed_nbytes(elements), 0x55, np.uint8)
-            text = compared(backend, setup.device, arrangement, "quantize_pack", gradient, residual, packed, quantizer)
-            yield text and f"{text} (blocks of {block_elements or 'all'})"
+    cases = [(ALIGNED, block_elements, elements) for block_elements in BLOCKS for elements in [*TAILS, *SIZES]]
+    cases += itertools.product(SHIFTED, BLOCKS, SHIFTED_SIZES)
+    for arrangement, block_elements, elements in cases if setup.full else FEW_CASES:
+        gradient, residual, quantizer = quantized(random, elements, block_elements)
+        packed = np.full(packed_nbytes(elements), 0x55, np.uint8)
+        text = compared(backend, setup.device, arrangement, "quantize_pack", gradient, residual, packed, quantizer)
+        yield text and f"{text} (blocks of {block_elements or 'all'})"
 
 
 def unpack_sum(setup: Setup) -> Iterator[str]:
     """Ranks with the same levels, symmetrical or not, and with levels of their own; levels that are not finite."""
     backend, random = kernels.load("triton"), setup.random()
-    if setup.full:
-        sizes, blocks = [0, 1, *range(15, 34), 1023, 4099, 40_000], [16, 512, 1024, WHOLE]
-        all_ranks = [0, 1, 2, 3, 9, 300]
-    else:
-        sizes, blocks, all_ranks = [21], [16, WHOLE], [1, 3]
-    for block_elements, ranks, arrangement in itertools.product(blocks, all_ranks, arrangements(setup.full)):
-        for number, elements in enumerate(sizes):
-            packed = codes(random, ranks, elements)
-            scale = SCALES[number % len(SCALES)]
-            for levels in levels_of(random, ranks, elements, block_elements):
-                text = compared(backend, setup.device, arrangement, "unpack_sum", packed, levels,
-                                block_elements or whole_tensor(elements), np.full(elements, 7, np.float32), scale)
-                yield text and f"{text} (blocks of {block_elements or 'all'}, scale {scale})"
+    cases = [(case, ranks) for case in itertools.product([ALIGNED], (16, 1024, WHOLE), [*TAILS, *SIZES])
+             for ranks in (1, 3)]
+    cases += itertools.product(itertools.product(SHIFTED, BLOCKS, SHIFTED_SIZES), (0, 1, 2, 9, 300))
+    few = itertools.product(FEW_CASES, (1, 3))
+    for number, ((arrangement, block_elements, elements), ranks) in enumerate(cases if setup.full else few):
+        packed, scale = codes(random, ranks, elements), SCALES[number % len(SCALES)]
+        for levels in levels_of(random, ranks, elements, block_elements):
+            text = compared(backend, setup.device, arrangement, "unpack_sum", packed, levels,
+                            block_elements or whole_tensor(elements), np.full(elements, 7, np.float32), scale)
+            yield text and f"{text} (blocks of {block_elements or 'all'}, scale {scale})"
 
 
 def counts(setup: Setup) -> Iterator[str]:
     """``pack_counts`` and ``unpack_counts``: all widths, one plane and two, any bytes as counts."""
     backend, random = kernels.load("triton"), setup.random()
-    sizes = [0, 1, *range(15, 34), 1040, 40_003] if setup.full else [33]
-    blocks = [16, 1024, WHOLE] if setup.full else [16, WHOLE]
-    widths = {4: [1, 7], 8: [8, 127], 16: [300]} if setup.full else {4: [3]}
-    for (bits, all_ranks), planes, arrangement in itertools.product(widths.items(), (1, 2), arrangements(setup.full)):
-        for elements in sizes:
-            nbytes = counts_nbytes(packed_nbytes(elements) // 4, bits)
-            for ranks in all_ranks:
-                yield compared(backend, setup.device, arrangement, "pack_counts", codes(random, ranks, elements), bits,
-                               np.full((planes, nbytes), 0x55, np.uint8))
-            counted = random.integers(0, 256, (planes, nbytes), np.uint8)
-            for number, block_elements in enumerate(blocks):
-                for levels in levels_of(random, 1, elements, block_elements):
-                    yield compared(backend, setup.device, arrangement, "unpack_counts", counted, bits, levels[0],
-                                   block_elements or whole_tensor(elements), np.full(elements, 7, np.float32),
-                                   SCALES[number])
+    cases = [(case, 4, planes, 7) for case in itertools.product([ALIGNED], (16, WHOLE), [*TAILS, *SIZES])
+             for planes in (1, 2)]
+    cases += [(case, bits, planes, ranks) for case in itertools.product(SHIFTED, (16, 1024, WHOLE), SHIFTED_SIZES)
+              for bits, ranks in ((4, 1), (8, 127), (16, 300)) for planes in (1, 2)]
+    few = [(case, 4, planes, 3) for case in FEW_CASES for planes in (1, 2)]
+    for number, (case, bits, planes, ranks) in enumerate(cases if setup.full else few):
+        arrangement, block_elements, elements = case
+        nbytes = counts_nbytes(packed_nbytes(elements) // 4, bits)
+        yield compared(backend, setup.device, arrangement, "pack_counts", codes(random, ranks, elements), bits,
+                       np.full((planes, nbytes), 0x55, np.uint8))
+        counted = random.integers(0, 256, (planes, nbytes), np.uint8)
+        for levels in levels_of(random, 1, elements, block_elements):
+            text = compared(backend, setup.device, arrangement, "unpack_counts", counted, bits, levels[0],
+                            block_elements or whole_tensor(elements), np.full(elements, 7, np.float32),
+                            SCALES[number % len(SCALES)])
+            yield text and f"{text} (blocks of {block_elements or 'all'})"
 
 
 def tallies(setup: Setup) -> Iterator[str]:
     """``pack_tallies`` and ``unpack_tallies``, of a few ranks and of many."""
     backend, random = kernels.load("triton"), setup.random()
-    sizes, all_ranks = ([0, 1, 17, 333, 5000, 40_003], [1, 2, 3, 7, 100]) if setup.full else ([33], [3])
-    for ranks, planes, arrangement in itertools.product(all_ranks, (1, 2), arrangements(setup.full)):
+    sizes, all_ranks = ([0, 1, 17, 5008, 40_003], [1, 2, 3, 7, 100]) if setup.full else ([33], [3])
+    where = ARRANGEMENTS if setup.full else SHIFTED[1:]
+    for ranks, planes, arrangement in itertools.product(all_ranks, (1, 2), where):
         made, bits = Tallies(ranks, planes), kernels.count_bits(ranks)
         for elements in sizes:
             words = packed_nbytes(elements) // 4
@@ -107,8 +113,9 @@ def tallies(setup: Setup) -> Iterator[str]:
 def digits(setup: Setup) -> Iterator[str]:
     """``pack_digits`` and ``unpack_digits``, with and without a factor that is taken out again."""
     backend, random = kernels.load("triton"), setup.random()
-    sizes, all_ranks = ([0, 1, 17, 333, 5000, 40_003], [1, 2, 5, 64]) if setup.full else ([33], [3])
-    for ranks, symmetric, arrangement in itertools.product(all_ranks, (True, False), arrangements(setup.full)):
+    sizes, all_ranks = ([0, 1, 17, 5008, 40_003], [1, 2, 5, 64]) if setup.full else ([33], [3])
+    where = ARRANGEMENTS if setup.full else SHIFTED[1:]
+    for ranks, symmetric, arrangement in itertools.product(all_ranks, (True, False), where):
         made = Digits(ranks, symmetric)
         for number, elements in enumerate(sizes):
             words = np.zeros((ranks, made.word_count(elements)))

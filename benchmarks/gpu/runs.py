@@ -1,4 +1,4 @@
-"""Kernels that take all gradients of a payload in one launch, against the reference run by run; also on many streams."""
+"""Kernels that take all gradients of a payload in one launch, against the reference run by run; also on streams."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class _Launch:
         backend.quantize_pack_runs(runs, self.gradients.device, self.residuals.device, packed, quantizer, table)
 
     def compared(self, reference: tensor_reference.Runs, quantizer: Quantizer) -> str:
-        tensor_reference.quantize_pack_runs(reference, self.gradients.host, self.residuals.host, self.host[0], quantizer,
-                                            self.host[1])
+        tensor_reference.quantize_pack_runs(reference, self.gradients.host, self.residuals.host, self.host[0],
+                                            quantizer, self.host[1])
         return differences([*self.gradients.compared("gradient"), *self.residuals.compared("residual"),
                             *[(name, one.cpu().numpy(), other.numpy())
                               for name, one, other in zip(("codes", "table"), self.device, self.host)]])

@@ -57,7 +57,7 @@ def report(facts: Mapping[str, Any], measurements: Sequence[Any], tables: Mappin
     Args:
         facts: of machine and arguments.
         measurements: dataclasses; of each, ``case.kernel`` names the table in which it is.
-        tables: columns, by kernel.
+        tables: columns, by kernel; there is no table without measurements.
         legend: what is printed below the tables.
         as_json: print JSON and nothing else.
     """
@@ -68,7 +68,9 @@ def report(facts: Mapping[str, Any], measurements: Sequence[Any], tables: Mappin
     console = Console()
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False, soft_wrap=True)
     for kernel, columns in tables.items():
-        console.print(_table(kernel, columns, [one for one in measurements if one.case.kernel == kernel]))
+        of_kernel = [one for one in measurements if one.case.kernel == kernel]
+        if of_kernel:
+            console.print(_table(kernel, columns, of_kernel))
     console.print(legend, highlight=False)
 
 
