@@ -2,11 +2,12 @@
 
 Tests of what holds for every backend, the definition included, ask for the fixture ``backend`` (conftest.py).
 
-The Triton backend is among them where Triton and PyTorch are installed. Its kernels take tensors, so that tests which have
-arrays reach it through ``_OnTensors``; and they are run by Triton's interpreter, which needs no GPU, on the memory of these
-arrays. Triton asks for TRITON_INTERPRET when a kernel is defined, also for functions of its own library. So the variable
-is set here while Triton and the backend are imported, and neither before nor after: other processes that tests start
-do not inherit it. Whatever else imports Triton in pytest's process has to do so behind this file, which conftest.py sees to.
+The Triton backend is among them where Triton and PyTorch are installed. Its kernels take tensors, so that tests which
+have arrays reach it through ``_OnTensors``; and they are run by Triton's interpreter, which needs no GPU, on the memory
+of these arrays. Triton asks for TRITON_INTERPRET when a kernel is defined, also for functions of its own library. So
+the variable is set here while Triton and the backend are imported, and neither before nor after: other processes that
+tests start do not inherit it. Whatever else imports Triton in pytest's process has to do so behind this file, which
+conftest.py sees to.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import importlib.util
 import os
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ _INTERPRETED_ELEMENTS = 1200  # The interpreter takes a third of a second for te
 class _OnTensors:
     """A backend whose kernels take tensors, for callers with arrays: tensors have their memory.
 
-    The interface's uint32 are int32 there, so that int32, of which no array may be, is made uint32, and refused like it.
+    The interface's uint32 are int32 there; and int32, which no array may be, is made uint32, and refused as that.
     """
 
     def __init__(self, backend: types.ModuleType) -> None:
@@ -62,8 +63,8 @@ class _OnTensors:
             if isinstance(argument, np.ndarray):
                 return self._tensor(argument)
             if isinstance(argument, Quantizer):
-                return dataclasses.replace(argument, **{
-                    field.name: self._tensor(getattr(argument, field.name)) for field in dataclasses.fields(argument)[1:]})
+                return Quantizer(argument.block_elements, *(
+                    self._tensor(getattr(argument, field.name)) for field in dataclasses.fields(argument)[1:]))
             return argument
 
         try:
@@ -109,6 +110,11 @@ OTHERS = [name for name in BACKENDS if BACKENDS[name] is not DEFINITION]
 
 compared_with_the_definition = pytest.mark.parametrize("compared", [BACKENDS[name] for name in OTHERS], ids=OTHERS)
 """Calls a test with every backend but the definition."""
+
+
+def few(backend: Any, items: Sequence[Any]) -> Sequence[Any]:
+    """All items, but for Triton's interpreter, which is slow, the first two."""
+    return items[:2] if backend is BACKENDS.get("triton") else items
 
 
 def holds_for(names: list[str], examples: int, interpreted_examples: int, **strategies: Any) -> Callable[..., Any]:

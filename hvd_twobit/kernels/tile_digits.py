@@ -1,4 +1,4 @@
-"""The programs of the Triton backend that bring codes into numbers which Horovod can add, and counts or sums out of them.
+"""The programs of the Triton backend that bring codes into numbers which Horovod can add, and what they tell out again.
 
 A tile has a group per row: 16 numbers, one per column. What ``tiles.py`` says of programs holds here too.
 """

@@ -5,10 +5,10 @@ column, so that a thread holds four consecutive elements, one access of 16 bytes
 span are a program's is looked up in tables that ``runs.py`` made, or, where there is one run only, follows from the
 program's number.
 
-What all programs keep to, as results are those of ``reference.py`` to the bit: sums of floats are added in the order that
-is written here, never by a reduction whose order the compiler chooses (but for two numbers, or where all numbers but one
-are zero); nothing multiplies and adds in one rounding (``enable_fp_fusion=False``), flushes subnormal numbers or
-rounds a ``scale``, which is float64, to float32.
+What all programs keep to, as results are those of ``reference.py`` to the bit: sums of floats are added in the order
+that is written here, never by a reduction whose order the compiler chooses (but for two numbers, or where all numbers
+but one are zero); nothing multiplies and adds in one rounding (``enable_fp_fusion=False``), flushes subnormal numbers
+or rounds a ``scale``, which is float64, to float32.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def shifts(columns):
 # ---- quantize_pack --------------------------------------------------------------------------------------------------
 
 @triton.jit
-def _quantize_tile(gradient, residual, residuals, at, inside, thresholds, levels):
+def _quantize_tile(loaded, residuals, at, inside, thresholds, levels):
     """Quantize one word per row.
 
     Args:
-        gradient, residual: float32[ROWS, 16].
+        loaded: gradient and residual, float32[ROWS, 16].
         residuals, at: pointer and offsets of what is overwritten with the new residual.
         inside: which elements are there.
         thresholds, levels: the positive and the negative one.
@@ -88,6 +88,7 @@ def _quantize_tile(gradient, residual, residuals, at, inside, thresholds, levels
     Returns:
         The words, i32[ROWS]; the magnitudes of what was selected and of the new residual, 0 elsewhere.
     """
+    gradient, residual = loaded
     total = residual + gradient
     magnitude = tl.abs(total)
     finite = magnitude <= FLOAT32_MAX
@@ -124,8 +125,8 @@ def _quantize_rows(gradients, residuals, packed, offsets, limits, last_words, th
         STEP: elements from a word of a row to the next.
 
     Returns:
-        How many elements were selected, i32[ROWS], and the lanes, float32[ROWS, 16], of two sums: of the magnitudes that
-        were selected, and of all magnitudes of the new residual. A sum that was not asked for is zero.
+        How many elements were selected, i32[ROWS], and the lanes, float32[ROWS, 16], of two sums: of the magnitudes
+        that were selected, and of all magnitudes of the new residual. A sum that was not asked for is zero.
     """
     columns = tl.arange(0, 16)[None, :]
     selected = tl.zeros([ROWS, 16], tl.float32)
@@ -143,8 +144,8 @@ def _quantize_rows(gradients, residuals, packed, offsets, limits, last_words, th
                 loaded = loaded + ((gradient, residual),)
             for i in tl.static_range(AT_ONCE):
                 starts = (offsets + (first + word + i) * STEP)[:, None]
-                tile, of_selected, of_residual = _quantize_tile(
-                    loaded[i][0], loaded[i][1], residuals, starts + columns, starts < limits[:, None], thresholds, levels)
+                tile, of_selected, of_residual = _quantize_tile(loaded[i], residuals, starts + columns,
+                                                                starts < limits[:, None], thresholds, levels)
                 words = tl.where(columns == word + i, tile[:, None], words)
                 if SUMS:
                     selected += of_selected
@@ -158,7 +159,8 @@ def _quantize_rows(gradients, residuals, packed, offsets, limits, last_words, th
         inside = columns < last_words[:, None]
         gradient = tl.load(gradients + at, mask=inside, other=0.0)
         residual = tl.load(residuals + at, mask=inside, other=0.0)
-        words, of_selected, of_residual = _quantize_tile(gradient, residual, residuals, at, inside, thresholds, levels)
+        words, of_selected, of_residual = _quantize_tile((gradient, residual), residuals, at, inside, thresholds,
+                                                         levels)
         tl.store(packed + limits // WORD, words, mask=last_words > 0)
         counts += _ones(words)
         if SUMS:
@@ -201,16 +203,16 @@ def quantize(only_gradient, only_residual, elements: tl.int64, programs, runs, a
              positive_thresholds, negative_thresholds, positive_levels, negative_levels, sums, silents, counts,
              run_counts, block_elements: tl.int64, rows_per_block: tl.int64, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
              ONE_BLOCK: tl.constexpr, TABLE: tl.constexpr):
-    """Quantize and pack a span of ``ROWS`` rows. A row is a chunk that ``selected_sum`` adds in lanes: 1024 elements, or
-    what is left of a block.
+    """Quantize and pack a span of ``ROWS`` rows. A row is a chunk that ``selected_sum`` adds in lanes: 1024 elements,
+    or what is left of a block.
 
     Args:
         only_gradient, only_residual, elements: the only run; or, of many runs,
-        programs, runs, addresses, run_count: see ``place_of_program``; addresses of all gradients, then of all residuals.
+        programs, runs, addresses, run_count: see ``place_of_program``; the gradients' addresses, then the residuals'.
         packed: bytes of the words of all runs.
         positive_thresholds, negative_thresholds, positive_levels, negative_levels: float32, per block of all runs.
-        sums, silents, counts: float32, float32 and i32, per row of all runs; or None where no sums are made, or only those
-            of what was selected.
+        sums, silents, counts: float32, float32 and i32, per row of all runs; or None where no sums are made, or only
+            those of what was selected.
         run_counts: i64[runs], to which the number of selected elements is added; or None.
         block_elements, rows_per_block: of a whole block.
         ONE_BLOCK: each run is one block, whatever these say.
@@ -218,6 +220,9 @@ def quantize(only_gradient, only_residual, elements: tl.int64, programs, runs, a
     """
     SUMS: tl.constexpr = sums is not None
     SILENT: tl.constexpr = TABLE or silents is not None
+    # Where nothing is added row by row, a tile has words that lie side by side.
+    SIDE_BY_SIDE: tl.constexpr = ONE_BLOCK and not SUMS
+    STEP: tl.constexpr = ROWS * WORD if SIDE_BY_SIDE else WORD
     run, span, elements, words_before, blocks_before, rows_before = place_of_program(elements, programs, runs)
     _, begin = _start_of(span * ROWS, block_elements, rows_per_block, ONE_BLOCK)
     begin = tl.multiple_of(begin, 16)
@@ -227,15 +232,12 @@ def quantize(only_gradient, only_residual, elements: tl.int64, programs, runs, a
     row = span * ROWS + tl.arange(0, ROWS)
     there = row == row
     block = blocks_before
-    if ONE_BLOCK and not SUMS:
-        # Nothing is added row by row, so that a tile may have words that lie side by side.
-        STEP: tl.constexpr = ROWS * WORD
+    if SIDE_BY_SIDE:
         offsets = tl.arange(0, ROWS) * WORD
         length = tl.minimum(elements - begin, ROWS * CHUNK).to(tl.int32)
         limits = length // WORD * WORD + offsets * 0
         last_words = tl.where(offsets == 0, length % WORD, 0)
     else:
-        STEP: tl.constexpr = WORD
         blocks, starts = _start_of(row, block_elements, rows_per_block, ONE_BLOCK)
         stops = tl.minimum(starts + CHUNK, elements)
         if not ONE_BLOCK:
@@ -255,8 +257,8 @@ def quantize(only_gradient, only_residual, elements: tl.int64, programs, runs, a
                       tl.load(negative_thresholds + block, mask=there, other=0.0)[:, None])
         levels = (tl.load(positive_levels + block, mask=there, other=0.0)[:, None],
                   tl.load(negative_levels + block, mask=there, other=0.0)[:, None])
-    count, selected, silent = _quantize_rows(gradient, residual, packed, offsets, limits, last_words, thresholds, levels,
-                                             ROWS, STEP, SUMS, SILENT)
+    count, selected, silent = _quantize_rows(gradient, residual, packed, offsets, limits, last_words, thresholds,
+                                             levels, ROWS, STEP, SUMS, SILENT)
     if run_counts is not None:
         tl.atomic_add(run_counts + run, tl.sum(count).to(tl.int64), sem="relaxed")
     if SUMS:
@@ -274,8 +276,8 @@ def quantize(only_gradient, only_residual, elements: tl.int64, programs, runs, a
 def _sum_in_order(values, first, last, TILE: tl.constexpr):
     """Sum of ``values[first:last]``, float32 and not negative, as if they were added one after the other in float64.
 
-    While a sum of multiples of u stays below 2**53 * u, no addition rounds, and their order is free. So all are added as
-    it is fastest, and in order only if the sum is too large for the last place of the smallest one.
+    While a sum of multiples of u stays below 2**53 * u, no addition rounds, and their order is free. So all are added
+    as it is fastest, and in order only if the sum is too large for the last place of the smallest one.
     """
     total = tl.zeros((), tl.float64)
     lowest = tl.full((), 255, tl.int32)
@@ -350,7 +352,7 @@ def _store(out, values, left):
 
 @triton.jit
 def _blocks_of_tile(word, words_left, words_per_block, UNIFORM: tl.constexpr):
-    """The block of a tile that begins with ``word`` or, as a column, of each of its words (beyond the last, of the last)."""
+    """The block of a tile that begins with ``word`` or, as a column, of each of its words; beyond the last, of that."""
     if UNIFORM:
         return word // words_per_block
     else:
@@ -399,7 +401,7 @@ def _decoded(packed, words, inside, levels, scale):
 
 @triton.jit
 def _summed(packed, rank_stride, ranks, words, inside, levels, levels_stride, scale):
-    """The sum of the codes of all ranks times their levels, scaled; ``levels`` as for ``_decoded``, of the first rank."""
+    """The sum of all ranks' codes times their levels, scaled; ``levels`` as for ``_decoded``, of the first rank."""
     positive_level = tl.load(levels)
     negative_level = tl.load(levels + 1)
     differ = tl.where((positive_level == positive_level) & (negative_level == negative_level), 0, 1)
@@ -421,8 +423,8 @@ def _summed(packed, rank_stride, ranks, words, inside, levels, levels_stride, sc
 
 
 @triton.jit
-def unpack(only_out, elements: tl.int64, programs, runs, addresses, packed, rank_stride: tl.int64, ranks: tl.int32, levels,
-           levels_stride: tl.int64, words_per_block: tl.int32, scale: tl.float64, ALIGNED: tl.constexpr,
+def unpack(only_out, elements: tl.int64, programs, runs, addresses, packed, rank_stride: tl.int64, ranks: tl.int32,
+           levels, levels_stride: tl.int64, words_per_block: tl.int32, scale: tl.float64, ALIGNED: tl.constexpr,
            UNIFORM: tl.constexpr, SINGLE: tl.constexpr):
     """Overwrite a span with the scaled sum of the ranks' codes times their levels.
 
@@ -449,7 +451,8 @@ def unpack(only_out, elements: tl.int64, programs, runs, addresses, packed, rank
         if SINGLE:
             values = _decoded(packed, first + rows, inside, levels + 2 * blocks, scale)
         else:
-            values = _summed(packed, rank_stride, ranks, first + rows, inside, levels + 2 * blocks, levels_stride, scale)
+            values = _summed(packed, rank_stride, ranks, first + rows, inside, levels + 2 * blocks, levels_stride,
+                             scale)
         _store(out + first * WORD, values, left - first * WORD)
 
 

@@ -1,15 +1,16 @@
 """The kernels in Triton: gradients are compressed on the GPU where they are. Bit-equal to ``reference.py``.
 
-Functions take torch tensors where the interface has arrays, all on one device: int32 where it has uint32 (the bits are the
-same), and a ``Quantizer`` of tensors. They launch on the current stream and do not wait for the device; what they return
-is on the device too. ``quantize_pack_runs``, ``unpack_sum_runs`` and ``unpack_counts_runs`` do for all runs of a payload,
-in one launch, what ``quantize_pack``, ``unpack_sum`` and ``unpack_counts`` do for one tensor, by the same programs
-(``tiles.py``; digits of integers and doubles are in ``tile_digits.py``). This file checks arguments and launches.
+Functions take torch tensors where the interface has arrays, all on one device: int32 where it has uint32 (the bits are
+the same), and a ``Quantizer`` of tensors. They launch on the current stream and do not wait for the device; what they
+return is on the device too. ``quantize_pack_runs``, ``unpack_sum_runs`` and ``unpack_counts_runs`` do for all runs of a
+payload, in one launch, what ``quantize_pack``, ``unpack_sum`` and ``unpack_counts`` do for one tensor, by the same
+programs (``tiles.py``; digits of integers and doubles are in ``tile_digits.py``). This file checks arguments and
+launches.
 
-Fastest where tensors of float32 are aligned to 16 bytes, and blocks are of 1024 elements or a multiple. Codes, counts and
-words that are not aligned to 4 bytes go through a copy.
+Fastest where tensors of float32 are aligned to 16 bytes, and blocks are of 1024 elements or a multiple. Codes, counts
+and words that are not aligned to 4 bytes go through a copy.
 
-Without a GPU, TRITON_INTERPRET=1 in the environment, set before this module is imported, runs all on tensors of the CPU.
+Without a GPU: TRITON_INTERPRET=1 in the environment, before this module is imported, runs all on tensors of the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import torch
 from . import (
     COUNT_BITS,
     ELEMENTS_PER_WORD,
-    SUM_CHUNK_ELEMENTS,
     Digits,
     Quantizer,
     Tallies,
@@ -136,7 +136,7 @@ def quantize_pack_runs(runs: Runs, gradients: Sequence[torch.Tensor], residuals:
                 TABLE=True, TILE=_SUM_TILE)
     if words is not packed:
         packed.copy_(words)
-    if table is not None and entries is not table:
+    if table is not None and entries is not None and entries is not table:
         table.copy_(entries)
     return selected
 
