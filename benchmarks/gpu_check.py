@@ -137,7 +137,7 @@ def _measured(device: torch.device, repeats: int) -> list[Measurement]:
     from hvd_twobit.bench import gpu_kernels
 
     if device.type == "cpu":
-        return gpu_kernels.measure_on(device, [], [17], repeats, quiet=True, launches=1)
+        return gpu_kernels.measure_on(device, [40], [17, 3], repeats, quiet=True, launches=1)
     sizes = list(gpu_kernels.fitting(device, gpu_kernels.SIZES))
     return gpu_kernels.measure_on(device, sizes, gpu_kernels.resnet50(), repeats, quiet=False)
 

@@ -101,6 +101,13 @@ def test_no_gradient_was_compressed_elsewhere(sending: str, results: list[Any]) 
         assert result[sending]["coders"] == [torch_device.CODERS[sending].__name__]
 
 
+@on_ranks
+def test_training_on_a_device_as_the_check_of_gpus_does_it_is_that_on_the_host(results: list[Any]) -> None:
+    pytest.importorskip("triton")
+    for result in results:
+        assert result["gpu_check"] == [""] * 6
+
+
 # ---- coders, without Horovod ---------------------------------------------------------------------------------------
 
 RANKS = 3

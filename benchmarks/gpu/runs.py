@@ -55,7 +55,8 @@ def model(setup: Setup) -> Iterator[str]:
     """The gradients of ResNet-50 with a level each and one per 1024 elements, apart and within one piece of memory."""
     backend, random = kernels.load("triton"), setup.random()
     elements = resnet50() if setup.full else [33, 0, 20]
-    for block_elements, together in itertools.product((0, 1024 if setup.full else 16), (False, True)):
+    all_blocks, ways = ((0, 1024), (False, True)) if setup.full else ((0, 16), (True,))
+    for block_elements, together in itertools.product(all_blocks, ways):
         runs = backend.Runs(elements, block_elements, setup.device)
         reference = tensor_reference.Runs(elements, block_elements, torch.device("cpu"))
         of = f"{len(elements)} runs, blocks of {block_elements or 'all'}, {'together' if together else 'each alone'}"
