@@ -1,6 +1,6 @@
 """Is TwoBit right on this GPU, and how fast? For whoever has one: its authors had none.
 
-    python -m benchmarks.gpu_check                           # within five minutes
+    python -m benchmarks.gpu_check                           # meant to take less than five minutes
     python -m benchmarks.gpu_check --device cuda:1 --ranks 2
 
 Correctness first: every kernel of the Triton backend against the reference in NumPy, tensors beyond 32-bit numbers,
@@ -24,7 +24,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -142,7 +142,7 @@ def _measured(device: torch.device, repeats: int) -> list[Measurement]:
     return gpu_kernels.measure_on(device, sizes, gpu_kernels.resnet50(), repeats, quiet=False)
 
 
-def _targets(device: torch.device, measurements: list[Measurement]) -> dict[str, object]:
+def _targets(device: torch.device, measurements: list[Measurement]) -> dict[str, Any]:
     """How many targets were met, and which were missed; with a text for readers."""
     if device.type == "cpu":
         return {"met": 0, "missed": [], "text": "Times of an interpreter tell nothing: targets were left out."}
@@ -167,7 +167,7 @@ def _line(outcome: Outcome) -> str:
             f"{outcome.seconds:.1f} s\n{escape(told)}")
 
 
-def _write(output: pathlib.Path, result: dict[str, object]) -> None:
+def _write(output: pathlib.Path, result: dict[str, Any]) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     part = output.with_suffix(f"{output.suffix}.part")
     part.write_text(json.dumps(result, indent=1) + "\n")

@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from benchmarks import gpu_check as gpu_check_script
 from benchmarks.gpu.arranging import ARRANGEMENTS, REFERENCE, compared
 from benchmarks.gpu.checking import LeftOut, Setup, carry_out
 from hvd_twobit.bench import gpu_kernels
@@ -31,6 +33,7 @@ from hvd_twobit.cli import commands
 from .launcher import REPOSITORY
 
 CPU = torch.device("cpu")
+CASE = Case("quantize_pack", 1, 25_600_000, 1, "one", "19 %", 1.0, 1001, Targets(0.85, 15.0, None))
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
@@ -164,6 +167,27 @@ def test_a_check_counts_what_is_wrong_and_goes_on_behind_an_exception() -> None:
     assert carry_out("another", impossible, Setup(CPU)).left_out == "nothing to check"
 
 
+@pytest.mark.parametrize("texts, status", [(["", ""], 0), (["", "a bit differs"], 1)])
+def test_the_exit_status_tells_whether_anything_differs(texts: list[str], status: int, tmp_path: pathlib.Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    measurement = measurement_of(CASE, [Sample(1e-4, 2e-4, [1e-6], 1e-3)])
+    monkeypatch.setattr(gpu_check_script, "_device", lambda name: CPU)
+    monkeypatch.setattr(gpu_check_script, "_checks", lambda ranks: [("a check", lambda setup: texts)])
+    monkeypatch.setattr(gpu_check_script, "_measured", lambda device, repeats: [measurement])
+    result = CliRunner().invoke(gpu_check_script.main, ["--output", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert result.exit_code == status and found["mismatches"] == status
+    assert found["checks"][0]["told"] == [text for text in texts if text]
+    assert all(text in result.output for text in texts)
+
+
+def test_targets_that_are_missed_are_named() -> None:
+    measurement = measurement_of(CASE, [Sample(1e-4, 2e-4, [1e-6], 1e-3)])
+    targets = gpu_check_script._targets(torch.device("cuda"), [measurement])
+    assert targets["met"] == 1 and targets["missed"] == [
+        "quantize_pack of 25,600,000 elements, one, 19 %, 1 ranks: share_of_copy is 0.497, required 0.85"]
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 @needs_triton
@@ -203,9 +227,6 @@ def test_a_device_that_nobody_knows_is_a_mistake() -> None:
 
 
 # ---- times and targets -----------------------------------------------------------------------------------------------
-
-CASE = Case("quantize_pack", 1, 25_600_000, 1, "one", "19 %", 1.0, 1001, Targets(0.85, 15.0, None))
-
 
 def test_shares_are_of_the_bandwidth_of_the_copy_in_the_same_round() -> None:
     """A copy of 1001 bytes moves 1008. Medians are over rounds, and over all calls on the host."""

@@ -68,7 +68,7 @@ class Arranged:
         begin = _MARGIN_BYTES + (arrangement.nbytes if is_bytes else arrangement.elements * item)
         nbytes = begin + values.nbytes + gap * len(values) + _MARGIN_BYTES
         self._on_host = np.full(-(-nbytes // 8), _FILLING, np.int64).view(values.dtype)
-        self.array = np.ndarray(values.shape, values.dtype, self._on_host, begin, strides)
+        self.array: np.ndarray = np.ndarray(values.shape, values.dtype, self._on_host, begin, strides)
         self.array[...] = values
         memory = self._on_host.view(np.int32) if values.dtype == np.uint32 else self._on_host
         self._on_device = torch.from_numpy(memory).to(device, copy=True)

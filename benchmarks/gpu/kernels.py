@@ -193,7 +193,7 @@ def levels_of(random: np.random.Generator, ranks: int, elements: int, block_elem
     blocks = block_count(elements, block_elements or whole_tensor(elements))
     same = random.uniform(0.25, 2, (1, blocks, 1)).astype(np.float32)
     symmetrical = np.repeat(np.concatenate([same, -same], axis=2), ranks, axis=0)
-    asymmetrical = symmetrical * np.float32([1, 0.3])
+    asymmetrical = symmetrical * np.array([1, 0.3], np.float32)
     by_rank = (symmetrical * random.uniform(0.5, 2, (ranks, blocks, 1))).astype(np.float32)
-    special = random.choice(np.concatenate([SPECIAL, np.float32([0.5, -0.5])]), (ranks, blocks, 2))
+    special = random.choice(np.append(SPECIAL, np.array([0.5, -0.5], np.float32)), (ranks, blocks, 2))
     return symmetrical, asymmetrical, by_rank, special

@@ -25,8 +25,9 @@ PERIOD = 48 * 1024
 """Elements of the pattern: whole blocks, and no power of two."""
 
 TAIL = 37
-MORE_THAN_2_31_BYTES = 2**29 + PERIOD + TAIL
-MORE_THAN_2_31_ELEMENTS = 2**31 + PERIOD + TAIL
+MORE_THAN_2_31_BYTES = (2**29 // PERIOD + 1) * PERIOD + TAIL
+MORE_THAN_2_31_ELEMENTS = (2**31 // PERIOD + 1) * PERIOD + TAIL
+"""Elements: whole patterns and a rest."""
 
 _BLOCK_ELEMENTS = 1024
 _PERIODS_AT_ONCE = 1024
@@ -47,10 +48,11 @@ def elements_beyond_32_bits(setup: Setup) -> Iterator[str]:
 
 
 def _large(setup: Setup, elements: int) -> Iterator[str]:
+    """Quantize a tensor of whole patterns and ``TAIL`` elements, in blocks and as one, and add up codes of it."""
     setup.needs_gpu("tensors of gigabytes")
-    free, wanted = free_nbytes(setup.device), _BYTES_PER_ELEMENT * elements + (1 << 30)
-    if free is not None and free < wanted:
-        raise LeftOut(f"takes {wanted / 2**30:.0f} GiB, but {free / 2**30:.0f} GiB are free")
+    free, nbytes = free_nbytes(setup.device), _BYTES_PER_ELEMENT * elements + (1 << 30)
+    if free is not None and free < nbytes:
+        raise LeftOut(f"takes {nbytes / 2**30:.0f} GiB, but {free / 2**30:.0f} GiB are free")
     random, device, backend = setup.random(), setup.device, kernels.load("triton")
     values, residuals, quantizer = quantized(random, PERIOD, _BLOCK_ELEMENTS)
     gradient = repeated(values, elements, device)

@@ -31,7 +31,7 @@ from .checking import LeftOut, Setup, differences
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 LIMIT_S = 240
-THRESHOLDS = ("auto", 0.5)
+THRESHOLDS: tuple[float | str, ...] = ("auto", 0.5)
 LEARNING_RATE = 0.25
 MOMENTUM = 0.5
 
@@ -72,7 +72,7 @@ def compared(device: torch.device, shapes: list[tuple[int, ...]], steps: int) ->
 
 
 def _trained(device: torch.device, kernels: str, shapes: list[tuple[int, ...]], steps: int, transport: str,
-             threshold: object, label: str) -> dict[str, np.ndarray]:
+             threshold: float | str, label: str) -> dict[str, np.ndarray]:
     """Weights and residuals after some steps."""
     parameters = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
     targets = [_target(shape, number).to(device) for number, shape in enumerate(shapes)]

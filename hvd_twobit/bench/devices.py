@@ -48,11 +48,13 @@ def cuda_device(name: str) -> torch.device:
         raise click.ClickException(f"PyTorch {torch.__version__} sees no CUDA device: see what nvidia-smi lists, and "
                                    f"CUDA_VISIBLE_DEVICES ({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})")
     device = torch.device(name)
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    if device.index >= count:
+    if device.index is not None and device.index >= count:
         raise click.ClickException(f"there is no {device}: PyTorch sees {count}, cuda:0 to cuda:{count - 1}")
-    return device
+    try:
+        current = torch.cuda.current_device()
+    except RuntimeError as error:  # Of a driver that is too old, or devices that others keep for themselves.
+        raise click.ClickException(f"CUDA cannot be used: {error}") from error
+    return torch.device("cuda", current) if device.index is None else device
 
 
 def device_facts(device: torch.device) -> dict[str, str | int | float]:

@@ -50,6 +50,9 @@ _BYTES_PER_ELEMENT = 45
 
 _BYTES_OF_TIMER = 1 << 30
 
+_ALIGNMENT = 128
+"""Elements between the beginnings of two residuals, as of tensors with memory of their own."""
+
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +268,9 @@ class ModelWorkload(Workload):
         self.each = list(elements)
         self.gradients = list(map(self._normal, elements))
         self.outs = list(map(torch.empty_like, self.gradients))
-        self.residuals = [torch.zeros_like(gradient) for gradient in self.gradients]
+        apart = [-(-of_one // _ALIGNMENT) * _ALIGNMENT for of_one in elements]
+        self._all_residuals = torch.zeros(sum(apart), device=device)
+        self.residuals = [piece[:of_one] for piece, of_one in zip(self._all_residuals.split(apart), elements)]
         self.runs = {"one": self.backend.Runs(elements, 0, device),
                      str(BLOCK_ELEMENTS): self.backend.Runs(elements, BLOCK_ELEMENTS, device)}
         words = self.runs["one"].words
@@ -273,7 +278,7 @@ class ModelWorkload(Workload):
         self.made = torch.zeros_like(self.packed[0])
 
     def reset(self) -> None:
-        torch._foreach_zero_(self.residuals)
+        self._all_residuals.zero_()
 
     def __str__(self) -> str:
         return f"{len(self.each)} gradients"
@@ -383,20 +388,23 @@ def measure(workload: Workload, timer: Timer, repeats: int, launches: int,
     """
     cases = workload.cases()
 
+    def on_device(case: Case, call: Call) -> list[float]:
+        return timer.laps([workload.copy_of(case.nbytes), call], launches, workload.reset)
+
     def sample(case: Case, call: Call) -> Sample:
-        copied, called = timer.laps([workload.copy_of(case.nbytes), call], launches, workload.reset)
+        copied, called = on_device(case, call)
         host = timer.host(call, launches)
         workload.reset()
         return Sample(copied, called, host, timer.whole(call))
 
-    for case, call in cases:  # Kernels are compiled, and memory is taken.
+    for case, call in cases:  # Kernels are compiled, memory is taken, and clocks rise.
         try:
             call()
             timer.finish()
         except Exception as error:  # Of compilers, drivers and devices: whatever it is, nothing can be measured.
             raise click.ClickException(f"{case.kernel} does not run on {workload.device} ({type(error).__name__}): "
                                        f"{error}") from error
-        sample(case, call)
+        on_device(case, call)
     samples = in_rounds([functools.partial(sample, *each) for each in cases], repeats, advance)
     cache = cache_nbytes(workload.device)
     return [measurement_of(case, of_case, cache) for (case, _), of_case in zip(cases, samples)]

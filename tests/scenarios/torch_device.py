@@ -42,7 +42,7 @@ def run(configurations: Sequence[str], amp: Sequence[str], triton: Sequence[str]
             with compressed_on_a_device(sending, kernels.load("triton")):
                 results[sending]["triton"] = torch_optimizer.run(triton)
     if triton:
-        results["gpu_check"] = training.compared(torch.device("cpu"), [(7, 5), (16,)], steps=3)
+        results["gpu_check"] = training.compared(torch.device("cpu"), [(20,)], steps=2)
     return results
 
 
