@@ -95,6 +95,22 @@ def test_with_kernels_in_triton_it_does_as_well(name: str, sending: str, results
 
 @on_ranks
 @each_way
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_wait_in_different_orders_do_not_wait_for_ever(transport: str, sending: str,
+                                                                  results: list[Any]) -> None:
+    first, other = (result[sending]["orders"][transport] for result in results)
+    for step, (mine, theirs) in enumerate(zip(first, other)):
+        sent = [torch_device.gradients(rank, step) for rank in range(2)]
+        for name, value in mine.items():
+            assert value.tobytes() == theirs[name].tobytes()
+            if step == 0 or "small" in name:
+                np.testing.assert_allclose(value, (sent[0][name] + sent[1][name]) / 2, atol=1e-6)
+            else:
+                assert value.any()
+
+
+@on_ranks
+@each_way
 def test_no_gradient_was_compressed_elsewhere(sending: str, results: list[Any]) -> None:
     for result in results:
         assert result[sending]["coders"] == [torch_device.CODERS[sending].__name__]

@@ -165,7 +165,12 @@ class Exchange:
         departure = Departure(wires, begin)
         if not departure.has_begun(wait=False):
             self._departures.append(departure)
-        return [functools.partial(departure.synchronize, index) for index in range(len(members))]
+        return [functools.partial(self._arrived, departure, index) for index in range(len(members))]
+
+    def _arrived(self, departure: Departure, index: int) -> Any:
+        """The result of one tensor of a departure, on the host, waited for."""
+        self._depart(wait=True)  # Another rank may wait for another one, and neither would begin.
+        return departure.synchronize(index)
 
     def _begin_allreduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[Handle]:
         options = dict(name=f"twobit.{name}", op=self._reduction.op,
@@ -186,6 +191,7 @@ class Exchange:
             if received.data_ptr() == gradient.data_ptr():
                 return gradient
             return _write(gradient, received, non_blocking=received.device != gradient.device)  # It is pinned then.
+        self._depart(wait=True)  # As for one that travels uncompressed.
         if pending.flat is not None:
             self._pipeline.decode(pending.name, pending.flat)
             in_place = pending.flat.data_ptr() == gradient.data_ptr()
@@ -334,7 +340,10 @@ class Exchange:
 
     def abandon(self) -> None:
         """Wait for what is in flight and drop it: the optimizer's step was broken off."""
-        self._depart(wait=True)
+        departures, self._departures = self._departures, []
+        for departure in departures:  # All of them begin before one is waited for: other ranks wait for them, too.
+            with contextlib.suppress(HorovodInternalError):  # Then Horovod has failed, and nobody waits any more.
+                departure.has_begun(wait=True)
         self._pipeline.abandon()
         for handle in self._in_flight.values():
             _drain(handle)

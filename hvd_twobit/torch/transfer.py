@@ -235,7 +235,8 @@ class ScatterReduceAllgather(Coded):
                                                       process_set=self._process_set)
 
     def prepare(self, wait: bool) -> bool:
-        self._scatter(wait)
+        with self._failing():
+            self._scatter(wait)
         if self._scattering is not None and (wait or hvd.poll(self._scattering)):
             handle, self._scattering = self._scattering, None
             with self._failing():
@@ -247,6 +248,8 @@ class ScatterReduceAllgather(Coded):
         return True  # With an error, which is told when a tensor is decoded.
 
     def drain(self) -> None:
+        with self._failing():
+            self._scatter(wait=True)  # Another rank, whose payloads were complete earlier, may have begun and wait.
         super().drain()
         handle, self._scattering = self._scattering, None
         wait_for(handle)
