@@ -61,6 +61,7 @@ class Statement:
         hierarchical: the configured setting; for messages.
         ranks: number of ranks that this one exchanges with, itself included.
         ranks_per_machine: of an exchange of two levels; 1 where there is one level, 0 before it is known.
+        from_gpu: whether buckets are handed to Horovod in a GPU's memory, as all ranks have to or none.
         tensors: all tensors, sorted by name.
         buckets: of those that are compressed: transport, and per part the tensor's name, first element and the element
             behind the last one.
@@ -74,16 +75,17 @@ class Statement:
     hierarchical: bool | str
     ranks: int
     ranks_per_machine: int
+    from_gpu: bool
     tensors: tuple[Exchanged, ...]
     buckets: tuple[tuple[str, tuple[tuple[str, int, int], ...]], ...]
 
     @classmethod
     def of(cls, config: TwoBitConfig, tensors: Iterable[Exchanged], buckets: Iterable[Planned],
-           ranks: int, ranks_per_machine: int = 1) -> Statement:
+           ranks: int, ranks_per_machine: int = 1, from_gpu: bool = False) -> Statement:
         """What a rank with a configuration exchanges."""
         return cls(config.min_elements, config.warmup_steps, config.block_elements if config.adaptive else 0,
                    config.transport, config.bucket_cap_mb, config.hierarchical, ranks, ranks_per_machine,
-                   tuple(sorted(tensors, key=lambda tensor: tensor.name)),
+                   from_gpu, tuple(sorted(tensors, key=lambda tensor: tensor.name)),
                    tuple((planned.transport, tuple((part.name, part.start, part.stop) for part in planned.bucket.parts))
                          for planned in buckets))
 
@@ -92,7 +94,7 @@ class Statement:
         """32 bytes, equal where statements mean the same collectives, however that was configured."""
         # Before it is known how ranks share machines, what depends on the setting is whether they ask, and what for.
         levels = self.ranks_per_machine or f"asked for {self.hierarchical}"
-        content = json.dumps([VERSION, self.block_elements, self.ranks, levels, self.buckets,
+        content = json.dumps([VERSION, self.block_elements, self.ranks, levels, self.from_gpu, self.buckets,
                               [dataclasses.astuple(tensor) for tensor in self.tensors]])
         return _MAGIC + hashlib.blake2b(content.encode(), digest_size=NBYTES - len(_MAGIC)).digest()
 
@@ -144,6 +146,11 @@ def difference(statements: bytes) -> str:
         if other["ranks"] != first["ranks"]:
             return (f"rank 0 exchanges with {first['ranks']} ranks in all and rank {rank} with {other['ranks']}: give "
                     "the optimizers of all ranks the same process set")
+        if other["from_gpu"] != first["from_gpu"]:
+            yes, no = (0, rank) if first["from_gpu"] else (rank, 0)
+            return (f"rank {yes} compresses and sends gradients on its GPU and rank {no} on its CPU, and NCCL has to "
+                    "reach all ranks or none: `hvd-twobit check` on the host of the latter tells what is missing; or "
+                    "set HVD_TWOBIT_KERNELS=numba on every rank")
         mine, theirs = _by_name(first), _by_name(other)
         for name in sorted(mine.keys() | theirs.keys()):
             if name not in mine or name not in theirs:

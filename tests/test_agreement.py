@@ -60,6 +60,12 @@ def test_ranks_that_ask_how_they_share_machines_have_to_ask_for_the_same() -> No
     assert told(asking(True), asking("auto")).startswith("hierarchical is True on rank 0, which finds 0 ranks")
 
 
+def test_ranks_send_from_gpus_or_none_does() -> None:
+    gpu = dataclasses.replace(BASE, from_gpu=True)
+    assert gpu.digest != BASE.digest
+    assert told(BASE, BASE, gpu).startswith("rank 2 compresses and sends gradients on its GPU and rank 0 on its CPU")
+
+
 def told(*statements: Statement) -> str:
     return difference(b"".join(statement.to_json() for statement in statements))
 

@@ -6,6 +6,7 @@ There is no GPU here: gradients of the CPU are compressed by a device's kernels,
 from __future__ import annotations
 
 import importlib.util
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,9 +20,11 @@ from hvd_twobit.config import TRANSPORTS, TwoBitConfig
 from hvd_twobit.errors import ConfigError, PayloadError
 from hvd_twobit.memory import HOST
 from hvd_twobit.residuals import ResidualRegistry
+from hvd_twobit.torch import placement
 from hvd_twobit.torch.coder import Coder, DeviceCoder, HostCoder, StagedCoder
 from hvd_twobit.torch.memory import DeviceMemory
 from hvd_twobit.torch.placement import KERNELS_VARIABLE, Placement
+from hvd_twobit.torch.transfer import TRANSFERS
 from hvd_twobit.transports import Planned
 
 from . import tensor_reference
@@ -92,6 +95,22 @@ def test_training_with_a_gradient_scaler_equals_one_without(name: str, sending: 
 def test_with_kernels_in_triton_it_does_as_well(name: str, sending: str, results: list[Any]) -> None:
     pytest.importorskip("triton")
     torch_optimizer.assert_expected(name, [result[sending]["triton"][name] for result in results])
+
+
+@on_ranks
+@each_way
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_wait_in_different_orders_do_not_wait_for_ever(transport: str, sending: str,
+                                                                  results: list[Any]) -> None:
+    first, other = (result[sending]["orders"][transport] for result in results)
+    for step, (mine, theirs) in enumerate(zip(first, other)):
+        sent = [torch_device.gradients(rank, step) for rank in range(2)]
+        for name, value in mine.items():
+            assert value.tobytes() == theirs[name].tobytes()
+            if step == 0 or "small" in name:
+                np.testing.assert_allclose(value, (sent[0][name] + sent[1][name]) / 2, atol=1e-6)
+            else:
+                assert value.any()
 
 
 @on_ranks
@@ -283,6 +302,47 @@ def test_triton_is_refused_where_gradients_are_on_several_devices(monkeypatch: p
     monkeypatch.setenv(KERNELS_VARIABLE, "triton")
     with pytest.raises(ConfigError, match="lie on cpu, meta: all have to be on one"):
         Placement.of([CPU, torch.device("meta")])
+
+
+def test_a_triton_that_cannot_be_imported_leaves_gradients_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> types.ModuleType:
+        raise RuntimeError("0 active drivers")
+
+    monkeypatch.setattr("hvd_twobit.kernels.load", load)
+    assert placement.trial(CPU) == "Triton's kernels fail there (RuntimeError: 0 active drivers)"
+
+
+@pytest.mark.parametrize("function", ["quantize_pack_runs", "unpack_sum_runs"])
+def test_kernels_that_do_nothing_are_found_out(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvd_twobit.kernels.load", lambda name: tensor_reference)
+    assert placement.trial(CPU) == ""
+    monkeypatch.setattr(tensor_reference, function, lambda *arguments: None)
+    assert "Triton's kernels are wrong there (sums and residuals of " in placement.trial(CPU)
+
+
+def test_a_block_table_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quantize(*arguments: Any) -> None:
+        original(*arguments)
+        arguments[-1].view(torch.int32)[1] += 1
+
+    original = tensor_reference.quantize_pack_runs
+    monkeypatch.setattr("hvd_twobit.kernels.load", lambda name: tensor_reference)
+    monkeypatch.setattr(tensor_reference, "quantize_pack_runs", quantize)
+    assert "sums and numbers of what is selected are " in placement.trial(CPU)
+
+
+def test_an_error_of_a_kernel_is_not_taken_for_a_name_in_use() -> None:
+    made = coders(DeviceCoder, "allgather", "auto")[0]
+    made.seal = raises_value_error  # type: ignore[method-assign]
+    bucket = Bucket(tuple(Part(name, shape, 0, int(np.prod(shape))) for name, shape in SHAPES.items()))
+    transfer = TRANSFERS["allgather"](Planned(bucket, "allgather", RANKS), made, None)
+    with pytest.raises(ValueError, match="^packed is float32$"):
+        for name, shape in SHAPES.items():
+            transfer.add(name, torch.zeros(int(np.prod(shape))))
+
+
+def raises_value_error() -> None:
+    raise ValueError("packed is float32")
 
 
 def test_triton_is_refused_where_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

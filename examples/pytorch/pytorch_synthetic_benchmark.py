@@ -124,6 +124,10 @@ def main():
     torch.set_num_threads(args.num_threads)
 
     model = make_model(args.model)
+    # Horovod: broadcast parameters, from the CPU, as a Horovod without GPU operations takes no others.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    if args.cuda:
+        model.cuda()  # Before the optimizer is wrapped: hooks of parameters that move later are never called.
     # Horovod: scale learning rate by the number of ranks.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
 
@@ -138,11 +142,8 @@ def main():
     # Horovod: wrap optimizer with DistributedOptimizer.
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
 
-    # Horovod: broadcast parameters & optimizer state.
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    # Horovod: broadcast optimizer state. SGD without momentum has no tensors in it, which would be the GPU's.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    if args.cuda:
-        model.cuda()  # Now and not before: a Horovod that was built without GPU operations broadcasts from the CPU.
 
     # One batch of fixed random data.
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)

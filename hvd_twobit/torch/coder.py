@@ -30,7 +30,7 @@ from ..codec import BucketLayout, Chunk, Codec, Contents
 from ..kernels import Quantizer
 from ..tallies import TallyLayout
 from ..transports import Planned
-from .memory import DeviceMemory, Download, Streams, host_memory, upload
+from .memory import DeviceMemory, Download, Streams, host_memory, upload, used_here
 
 
 class Coder:
@@ -323,6 +323,7 @@ class DeviceBucket:
         """Let go of the gradients."""
         self._gradients.clear()
         self._begun.clear()
+        self._before = Streams()  # Of a step that was broken off it still has the gradients.
 
 
 class _DeviceGradients(Coder):
@@ -430,7 +431,7 @@ class DeviceCoder(_DeviceGradients):
         """The payloads of all ranks, uint8[ranks, bytes]."""
         payload.check_length(arrived.numel(), self._planned.ranks, layout, self._layout.bucket.label,
                              lambda: arrived.cpu().numpy())
-        return arrived.view(self._planned.ranks, layout.nbytes)
+        return used_here(arrived).view(self._planned.ranks, layout.nbytes)
 
     def sum(self, received: torch.Tensor) -> None:
         layout = self._layout.chunks[self._rank].layout
@@ -449,7 +450,8 @@ class DeviceCoder(_DeviceGradients):
     def _sum(self, fronts: np.ndarray) -> None:
         assert self._arrived is not None
         layout, ranks = self._layout.chunks[self._rank].layout, self._planned.ranks
-        arrived = payload.checked(fronts, layout.codes(self._arrived), layout, self._layout.bucket.label)
+        codes = layout.codes(used_here(self._arrived))  # This may be another stream than that of ``sum``.
+        arrived = payload.checked(fronts, codes, layout, self._layout.bucket.label)
         header, levels, following = self._codec.summing(self._layout, self._rank, arrived, ranks)
         front = np.zeros(layout.sums_offset, np.uint8)
         front[:payload.HEADER_NBYTES] = np.frombuffer(header.pack(), np.uint8)
@@ -478,7 +480,7 @@ class DeviceCoder(_DeviceGradients):
         if gathered.numel() != sum(sizes):  # Another form than of this rank's sums, or an error: the host knows.
             self._contents = self._codec.receive_sums(self._layout, gathered.cpu().numpy())
             return
-        pieces = gathered.split(sizes)
+        pieces = used_here(gathered).split(sizes)
         fronts = torch.cat([piece[:layout.sums_offset] for piece, layout in zip(pieces, layouts)]).cpu().numpy()
         found = payload.checked_sums(np.split(fronts, np.cumsum([layout.sums_offset for layout in layouts])[:-1]),
                                      layouts, self._layout.bucket.label, header)

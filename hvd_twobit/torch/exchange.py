@@ -32,7 +32,7 @@ from ..sharding import ShardedResiduals
 from ..transports import Planned, plan_buckets, restricted
 from .hierarchy import TwoLevel, find_levels
 from .loss_scale import LossScale
-from .memory import Download
+from .memory import Download, upload
 from .pipeline import Pipeline
 from .placement import Placement, horovod_takes
 from .transfer import TRANSFERS, Transfer, overlap_explained, wait_for
@@ -86,6 +86,8 @@ class Exchange:
         self._pipeline = Pipeline(())
         self._agreement: int | None = None
         self._in_flight: dict[str, Handle] = {}
+        # Backward has a thread for each device that gradients lie on, and so have their hooks.
+        self._lock = threading.RLock()
 
     def declare(self, tensors: Sequence[tuple[str, torch.Tensor, str]]) -> None:
         """Tell name, shape and group of all tensors that will be exchanged, in the order in which gradients come.
@@ -104,10 +106,11 @@ class Exchange:
 
     def exclude(self, name: str) -> None:
         """Tell that a tensor has sparse gradients, which are not exchanged here; counts from the next step on."""
-        self._begin_step()  # Ranks meet this tensor at different places of a step, and must plan it alike.
-        if name not in self._sparse:
-            self._sparse.add(name)
-            self._pipeline.skip(name)
+        with self._lock:
+            self._begin_step()  # Ranks meet this tensor at different places of a step, and must plan it alike.
+            if name not in self._sparse:
+                self._sparse.add(name)
+                self._pipeline.skip(name)
 
     def start(self, name: str, gradient: torch.Tensor) -> tuple[Handle, Pending]:
         """Begin the exchange of one dense gradient.
@@ -124,6 +127,10 @@ class Exchange:
         Compressed gradients go into their buckets, which leave when they are full. The others share an allreduce per
         dtype, named after the first of its tensors.
         """
+        with self._lock:
+            return self._start(gradients)
+
+    def _start(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[Handle, Pending]]:
         self._begin_step()
         pendings = [self._prepare(name, gradient) for name, gradient in gradients]
         self._depart(wait=False)
@@ -165,7 +172,12 @@ class Exchange:
         departure = Departure(wires, begin)
         if not departure.has_begun(wait=False):
             self._departures.append(departure)
-        return [functools.partial(departure.synchronize, index) for index in range(len(members))]
+        return [functools.partial(self._arrived, departure, index) for index in range(len(members))]
+
+    def _arrived(self, departure: Departure, index: int) -> Any:
+        """The result of one tensor of a departure, on the host, waited for."""
+        self._depart(wait=True)  # Another rank may wait for another one, and neither would begin.
+        return departure.synchronize(index)
 
     def _begin_allreduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[Handle]:
         options = dict(name=f"twobit.{name}", op=self._reduction.op,
@@ -186,6 +198,7 @@ class Exchange:
             if received.data_ptr() == gradient.data_ptr():
                 return gradient
             return _write(gradient, received, non_blocking=received.device != gradient.device)  # It is pinned then.
+        self._depart(wait=True)  # As for one that travels uncompressed.
         if pending.flat is not None:
             self._pipeline.decode(pending.name, pending.flat)
             in_place = pending.flat.data_ptr() == gradient.data_ptr()
@@ -277,7 +290,7 @@ class Exchange:
         self._compressed = {tensor.name: tensor.compressed for tensor in tensors}
         buckets = restricted(self._buckets, self._compressed.__getitem__)
         self._statement = Statement.of(self._config, tensors, buckets, self._process_set.size(),
-                                       self._ranks_per_machine)
+                                       self._ranks_per_machine, self._placement.from_gpu)
         self._pipeline = Pipeline([self._transfer(planned) for planned in buckets])
 
     def _transfer(self, planned: Planned) -> Transfer:
@@ -304,12 +317,16 @@ class Exchange:
         if self._config.transport != "allreduce":
             return self._allgather(np.frombuffer(self._statement.digest, np.uint8).copy(), "")
         with overlap_explained([self._first]):
-            return hvd.allreduce_async(torch.from_numpy(self._statement.addends), op=hvd.Sum,
-                                       name=f"twobit.agreement.{self._first}", process_set=self._process_set)
+            # Of the device that sends: a rank that has joined contributes zeros of one device to all collectives.
+            addends = (upload(self._statement.addends, self._placement.device)
+                       if self._placement.device is not None and self._placement.sends
+                       else torch.from_numpy(self._statement.addends))
+            return hvd.allreduce_async(addends, op=hvd.Sum, name=f"twobit.agreement.{self._first}",
+                                       process_set=self._process_set)
 
     def _check_agreement(self) -> None:
         assert self._agreement is not None
-        stated = synchronize(self._agreement).numpy()
+        stated = synchronize(self._agreement).cpu().numpy()
         if (self._statement.agrees(stated) if self._config.transport == "allreduce"
                 else stated.tobytes() == self._statement.digest * self._process_set.size()):
             return
@@ -334,7 +351,10 @@ class Exchange:
 
     def abandon(self) -> None:
         """Wait for what is in flight and drop it: the optimizer's step was broken off."""
-        self._depart(wait=True)
+        departures, self._departures = self._departures, []
+        for departure in departures:  # All of them begin before one is waited for: other ranks wait for them, too.
+            with contextlib.suppress(HorovodInternalError):  # Then Horovod has failed, and nobody waits any more.
+                departure.has_begun(wait=True)
         self._pipeline.abandon()
         for handle in self._in_flight.values():
             _drain(handle)

@@ -13,7 +13,7 @@ from ..hierarchy import FAILED, TwoLevelLayout
 from ..machines import Levels, Place
 from ..transports import Planned
 from .coder import HostCoder
-from .transfer import TRANSFERS, Coded, Transfer, wait_for
+from .transfer import TRANSFERS, Coded, Transfer, overlap_explained, wait_for
 from .waiting import synchronize
 
 
@@ -77,8 +77,9 @@ class TwoLevel(Transfer):
         self._skipped.add(name)
 
     def _depart(self) -> None:
-        self._scattering = hvd.alltoall_async(self._sent, self._splits, process_set=self._levels.within,
-                                              name=f"twobit.within.{self._planned.bucket.name}")
+        with overlap_explained(sorted(self.names)):
+            self._scattering = hvd.alltoall_async(self._sent, self._splits, process_set=self._levels.within,
+                                                  name=f"twobit.within.{self._planned.bucket.name}")
 
     def prepare(self, wait: bool) -> bool:
         if self._missing:

@@ -93,6 +93,16 @@ class Download:
         return self.host.numpy()
 
 
+def used_here(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that Horovod's thread has allocated, on a stream of its own, and that the current stream reads.
+
+    Otherwise its memory might be handed out again, for what Horovod receives next, while the current stream reads.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
+
+
 class Streams:
     """The streams on which tensors were made that one kernel is going to read."""
 

@@ -74,7 +74,7 @@ class Pipeline:
         for number in range(len(self._transfers)):
             self._receive(number)
         for transfer in self._transfers:
-            transfer.drain()  # Full ones behind one that is not have begun what precedes the last collective.
+            transfer.drain()  # Of full ones behind one that is not, what precedes the last collective has begun.
             transfer.forget()
 
     def _receive(self, number: int) -> None:

@@ -2,7 +2,8 @@
 
 Gradients on a CUDA device are compressed there, by Triton's kernels; all others on the host, to which they are copied
 if need be. What is sent stays on the device where Horovod was built with NCCL; otherwise it is sent from pinned host
-memory. Ranks need not do the same: what they send has the same bits.
+memory. What ranks send has the same bits wherever they compress, but no collective takes memory of a GPU on one rank
+and of the host on another: so where it is sent from is part of what ranks agree on.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import types
 from collections.abc import Iterable
 
 import horovod.torch as hvd
 import numpy as np
 import torch
 
-from .. import kernels
+from .. import kernels, payload
 from ..codec import Codec
 from ..errors import ConfigError
 from ..transports import Planned
@@ -42,6 +44,11 @@ class Placement:
 
     device: torch.device | None = None
     sends: bool = False
+
+    @property
+    def from_gpu(self) -> bool:
+        """Whether what is sent lies in a GPU's memory."""
+        return self.sends and self.device is not None and self.device.type == "cuda"
 
     @classmethod
     def of(cls, devices: Iterable[torch.device]) -> Placement:
@@ -100,18 +107,31 @@ def trial(device: torch.device) -> str:
     """What goes wrong where a few elements are quantized and unpacked on a device; an empty text where that works."""
     try:
         backend = kernels.load("triton")
+        wrong = _wrong(backend, device)
     except ImportError as error:
         return f"Triton is missing ({error}); pip install \"hvd_twobit[gpu]\""
-    gradient = np.array([1.0, -1.0, 0.25, 1e-45], np.float32)
-    try:
-        there = torch.tensor(gradient, device=device)
-        residual, packed, out = torch.zeros_like(there), torch.zeros(4, dtype=torch.uint8, device=device), there.clone()
-        level = torch.full((1,), 0.5, device=device)
-        backend.quantize_pack(there, residual, packed, kernels.Quantizer(16, level, -level, level, -level))
-        backend.unpack_sum(packed[None], torch.stack([level, -level], dim=-1)[None], 16, out, 1.0)
-        left = out.cpu().numpy() + residual.cpu().numpy()
     except Exception as error:  # Of compilers, drivers and devices: whatever it is, the host can do it.
         return f"Triton's kernels fail there ({type(error).__name__}: {error})"
-    if left.tobytes() != gradient.tobytes():
-        return f"Triton's kernels are wrong there (sums and residuals of {gradient} are {left})"
-    return ""
+    return wrong and f"Triton's kernels are wrong there ({wrong})"
+
+
+def _wrong(backend: types.ModuleType, device: torch.device) -> str:
+    """What is wrong with codes, tables and sums of two tensors, one with a subnormal number; nothing if all is well."""
+    gradients = [np.array([1.0, -1.0, 0.25, 1e-45], np.float32), np.arange(-10, 10, dtype=np.float32) / 8]
+    runs = backend.Runs([gradient.size for gradient in gradients], kernels.ELEMENTS_PER_WORD, device)
+    there = [torch.tensor(gradient, device=device) for gradient in gradients]
+    residuals, outs = [torch.zeros_like(one) for one in there], [torch.zeros_like(one) for one in there]
+    packed = torch.zeros(4 * runs.words, dtype=torch.uint8, device=device)
+    table = torch.zeros(payload.TABLE_ENTRY_NBYTES * runs.blocks, dtype=torch.uint8, device=device)
+    level = torch.full((runs.blocks,), 0.5, device=device)
+    quantizer = kernels.Quantizer(runs.block_elements, level, -level, level, -level)
+    backend.quantize_pack_runs(runs, there, residuals, packed, quantizer, table)
+    backend.unpack_sum_runs(runs, packed[None], torch.stack([level, -level], dim=-1)[None], outs, 1.0)
+    for gradient, residual, out in zip(gradients, residuals, outs):
+        total = residual.cpu().numpy() + out.cpu().numpy()
+        if total.tobytes() != gradient.tobytes():
+            return f"sums and residuals of {gradient} are {total}"
+    blocks = [np.abs(block) for block in (gradients[0], gradients[1][:16], gradients[1][16:])]
+    expected = np.array([(block[block >= 0.5].sum(), (block >= 0.5).sum()) for block in blocks], payload.BLOCK_TABLE)
+    found = table.cpu().numpy().view(payload.BLOCK_TABLE)
+    return "" if (found == expected).all() else f"sums and numbers of what is selected are {found}, not {expected}"

@@ -81,8 +81,7 @@ class Transfer:
     def _is_in(self, name: str) -> None:
         self._missing.discard(name)
         if not self._missing:
-            with overlap_explained(sorted(self.names)):
-                self._depart()
+            self._depart()
 
     def prepare(self, wait: bool) -> bool:
         """Do what comes before the last collective, and tell whether that may begin; with ``wait``, wait for it."""
@@ -235,7 +234,8 @@ class ScatterReduceAllgather(Coded):
                                                       process_set=self._process_set)
 
     def prepare(self, wait: bool) -> bool:
-        self._scatter(wait)
+        with self._failing():
+            self._scatter(wait)
         if self._scattering is not None and (wait or hvd.poll(self._scattering)):
             handle, self._scattering = self._scattering, None
             with self._failing():
@@ -247,6 +247,8 @@ class ScatterReduceAllgather(Coded):
         return True  # With an error, which is told when a tensor is decoded.
 
     def drain(self) -> None:
+        with self._failing():
+            self._scatter(wait=True)  # Another rank, whose payloads were complete earlier, may have begun and wait.
         super().drain()
         handle, self._scattering = self._scattering, None
         wait_for(handle)

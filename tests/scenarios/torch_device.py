@@ -1,22 +1,28 @@
 """The optimizer and the gradient scaler as on a device: gradients of the CPU that are compressed by a device's kernels.
 
-What a device does in its own time happens at once here; all else is what runs on CUDA. ``compressed_on_a_device`` says
-which kernels, and whether Horovod is given memory of the device or of the host.
+What a device does in its own time happens at once here, but for copies to the host, of which every second one is late;
+all else is what runs on CUDA. ``compressed_on_a_device`` says which kernels, and whether Horovod is given memory of the
+device or of the host.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import horovod.torch as hvd
+import numpy as np
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 from benchmarks.gpu import training
 from hvd_twobit import kernels
-from hvd_twobit.torch import allreduce, coder, exchange, placement
+from hvd_twobit.config import TRANSPORTS, TwoBitConfig
+from hvd_twobit.torch import allreduce, coder, exchange, memory, placement
 from tests import tensor_reference
 from tests.scenarios import torch_amp, torch_optimizer
 
@@ -36,7 +42,8 @@ def run(configurations: Sequence[str], amp: Sequence[str], triton: Sequence[str]
     results: dict[str, Any] = {}
     for sending in CODERS:
         with compressed_on_a_device(sending, tensor_reference) as used:
-            results[sending] = {"optimizer": torch_optimizer.run(configurations), "amp": torch_amp.run(amp)}
+            results[sending] = {"orders": {transport: in_orders_of_their_own(transport) for transport in TRANSPORTS},
+                                "optimizer": torch_optimizer.run(configurations), "amp": torch_amp.run(amp)}
         results[sending]["coders"] = sorted(used)
         if triton:
             with compressed_on_a_device(sending, kernels.load("triton")):
@@ -44,6 +51,62 @@ def run(configurations: Sequence[str], amp: Sequence[str], triton: Sequence[str]
     if triton:
         results["gpu_check"] = training.compared(torch.device("cpu"), [(20,)], steps=2)
     return results
+
+
+class LateDownload(memory.Download):
+    """A copy that is not over until somebody waits for it: every second one, on odd ranks the others."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, source: torch.Tensor, into: torch.Tensor | None = None) -> None:
+        super().__init__(source, into)
+        self._copied: torch.Tensor | None = None
+        if (next(self._numbers) + hvd.rank()) % 2:
+            self._copied = self.host.clone()
+            self.host.view(-1).view(torch.uint8).fill_(0xEE)
+
+    def is_done(self, wait: bool) -> bool:
+        if wait and self._copied is not None:
+            self.host.copy_(self._copied)
+            self._copied = None
+        return self._copied is None
+
+
+def in_orders_of_their_own(transport: str) -> list[dict[str, np.ndarray]]:
+    """Four steps, in which each rank begins and awaits gradients in an order of its own; per step, what came of them.
+
+    All of them begin where Horovod's ``synchronize`` starts what no hook has. Before the third step one is broken off
+    whose first bucket is not full, and after the last another, in which Horovod has failed.
+    """
+    one = exchange.Exchange(TwoBitConfig.from_arguments(transport=transport, bucket_cap_mb=0.006), hvd.Average, 1.0,
+                            hvd.global_process_set)
+    names = list(gradients(0, 0))
+    one.declare([(name, torch.from_numpy(value), name) for name, value in gradients(0, 0).items()])
+    steps = []
+    for step in range(4):
+        mine = {name: torch.from_numpy(value) for name, value in gradients(hvd.rank(), step).items()}
+        if step == 2:
+            for name in names[1:]:
+                one.start(name, mine[name].clone())
+            one.abandon()
+        order = names[::-1] if hvd.rank() % 2 else names
+        with one.agreed():
+            started = {name: one.start(name, mine[name]) for name in order}
+            steps.append({name: pending.finish(handle()).numpy().copy() for name, (handle, pending) in started.items()})
+    one._departures.append(exchange.Departure([torch.zeros(1)], _fail))
+    one.abandon()
+    return steps
+
+
+def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    """Those of ``in_orders_of_their_own``: of three tensors that are compressed and three that are not."""
+    random = np.random.default_rng((rank, step))
+    return {name: random.standard_normal(1500 if "wide" in name else 5, np.float32)
+            for name in ("wide 0", "wide 1", "wide 2", "small 0", "small 1", "small 2")}
+
+
+def _fail(tensors: Sequence[torch.Tensor]) -> list[exchange.Handle]:
+    raise HorovodInternalError("Horovod has been shut down")
 
 
 @contextlib.contextmanager
@@ -71,6 +134,8 @@ def compressed_on_a_device(sending: str, backend: types.ModuleType) -> Iterator[
         replace(placement, kind.__name__, noted(kind))
     for module in (placement, exchange, allreduce):
         replace(module, "horovod_takes", takes)
+    for user in (coder, exchange):
+        replace(user, "Download", LateDownload)
     os.environ[placement.KERNELS_VARIABLE] = "triton"
     placement._unusable.clear()
     try:
