@@ -82,8 +82,10 @@ class TensorStatistics:
         """What is known, or None before the first exchange."""
         if not self._nbytes:
             return None
+        # Read from a device once, however often somebody asks.
+        self._gradient_norm, self._residual_norm = float(self._gradient_norm), float(self._residual_norm)
         return TensorSummary(self._exchanges, self._level, self._nonzero / max(self._elements, 1),
-                             float(self._gradient_norm), float(self._residual_norm), self._nbytes,
+                             self._gradient_norm, self._residual_norm, self._nbytes,
                              4 * self._elements / self._nbytes)
 
     def uncompressed(self, elements: int, nbytes: int) -> None:

@@ -164,7 +164,7 @@ class Addresses:
     def release(self) -> None:
         """Tell that all that reads the addresses has been launched on the current stream."""
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self.table.device))
             self._used = False
 
 
