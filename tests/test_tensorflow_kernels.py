@@ -5,9 +5,7 @@ Both are called in threads that flush subnormal numbers (the first test says so)
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +21,6 @@ from .test_kernels import any_floats, any_levels
 
 SMALLEST = np.float32(1e-45)
 SCALES = [1.0, 0.5, 1 / 3, -2.5, 1e-40, 1e40, 0.0]
-FLOATS, BYTES = tf.TensorSpec([None], tf.float32), tf.TensorSpec([None, None], tf.uint8)
-LEVELS, NUMBER, SCALE = tf.TensorSpec([None, 2], tf.float32), tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.float64)
 
 # XLA takes a second to compile for new shapes, so there are few of these.
 by_xla_or_not = pytest.mark.parametrize("by_xla, sizes", [
@@ -32,13 +28,6 @@ by_xla_or_not = pytest.mark.parametrize("by_xla, sizes", [
                                                                                              10**6]))),
     (True, st.sampled_from([(1, 16), (2500, 1024), (2100, 10**6)]))], ids=["plain", "xla"])
 """Calls a test with operations as they are, and with those that XLA compiles; and with sizes to draw from."""
-
-
-@functools.cache
-def function(called: Callable[..., Any], by_xla: bool, signature: tuple[tf.TypeSpec, ...], **options: Any) -> Any:
-    if by_xla:
-        return kernels.compiled(called, **options)
-    return tf.function(functools.partial(called, **options), input_signature=signature, autograph=False)
 
 
 def around_limits(random: np.random.Generator, elements: int) -> np.ndarray:
@@ -74,7 +63,7 @@ def test_quantize_pack_is_that_of_the_reference(by_xla: bool, sizes: st.SearchSt
         blocks = [slice(start, start + block_elements) for start in range(0, max(1, elements), block_elements)]
         unselected_sum = np.array([0 if count else reference.sum_in_lanes(np.abs(left[block]))
                                    for block, count in zip(blocks, selected_count)], np.float32)
-    found = function(kernels.quantize_pack, by_xla, (FLOATS, FLOATS, LEVELS, LEVELS), block_elements=block_elements)(
+    found = kernels.traced(kernels.quantize_pack, by_xla, block_elements=block_elements)(
         tf.constant(gradient), tf.constant(residual), tf.constant(np.stack([parts[0], -parts[1]], axis=-1)),
         tf.constant(np.stack([parts[2], -parts[3]], axis=-1)))
     assert found[0].numpy().tobytes() == packed.tobytes()
@@ -111,8 +100,7 @@ def test_unpack_sum_is_that_of_the_reference(by_xla: bool, sizes: st.SearchStrat
     wanted = np.empty(elements, np.float32)
     reference.unpack_sum(packed, levels, block_elements, wanted, scale)
     given_levels = levels[:1] if kind == "one" else levels
-    spec = tf.TensorSpec([1 if kind == "one" else None, None, 2], tf.float32)
-    found = function(kernels.unpack_sum, by_xla, (BYTES, spec, NUMBER, SCALE), block_elements=block_elements)(
+    found = kernels.traced(kernels.unpack_sum, by_xla, block_elements=block_elements, levels_of_all=kind == "one")(
         tf.constant(packed), tf.constant(given_levels), tf.constant(elements), tf.constant(scale, tf.float64))
     assert_same_bits(found.numpy(), wanted, f"{kind} levels")
 
@@ -132,8 +120,7 @@ def test_unpack_counts_is_that_of_the_reference(by_xla: bool, sizes: st.SearchSt
     counts = random.integers(0, 256, (planes, counts_nbytes(packed_nbytes(elements) // 4, bits)), np.uint8)
     wanted = np.empty(elements, np.float32)
     reference.unpack_counts(counts, bits, levels, block_elements, wanted, scale)
-    found = function(kernels.unpack_counts, by_xla, (BYTES, LEVELS, NUMBER, SCALE), bits=bits,
-                     block_elements=block_elements)(
+    found = kernels.traced(kernels.unpack_counts, by_xla, bits=bits, block_elements=block_elements)(
         tf.constant(counts), tf.constant(levels), tf.constant(elements), tf.constant(scale, tf.float64))
     assert_same_bits(found.numpy(), wanted, f"counts of {bits} bits")
 
@@ -142,7 +129,7 @@ def test_unpack_counts_is_that_of_the_reference(by_xla: bool, sizes: st.SearchSt
 def test_sums_of_other_ranks_are_scaled_in_float64_and_rounded_once(by_xla: bool) -> None:
     random = np.random.default_rng(5)
     sums = np.concatenate([any_floats(random, 5000), around_limits(random, 5000)])
-    call = function(kernels.scaled, by_xla, (FLOATS, SCALE))
+    call = kernels.traced(kernels.scaled, by_xla)
     for scale in SCALES:
         with np.errstate(over="ignore", invalid="ignore"):
             wanted = (sums.astype(np.float64) * scale).astype(np.float32)

@@ -21,8 +21,10 @@ import numpy as np
 import tensorflow as tf
 
 from ..agreement import are_equal, disagreement
+from .devices import HOST_DEVICE
 from .graphs import collective_name, count_exchange, exchanges_before, held_until, meeting_name, refuse_xla
 from .hierarchy import TwoLevel, is_elastic, levels_of
+from .on_devices import OnDevices
 from .plan import Load, Plan, Settings, Tensor, Travel, Unit
 from .transfer import OneLevel
 
@@ -185,7 +187,7 @@ class _Builder:
             statement, compressed = plan.of_step(shapes)
             return statement.addends if adds else np.frombuffer(statement.digest, np.uint8).copy(), compressed
 
-        with tf.device("/cpu:0"):
+        with tf.device(HOST_DEVICE):
             scale = tf.constant(0.0) if loss_scale is None else tf.cast(loss_scale, tf.float32)
             mine, compressed = tf.numpy_function(begin, [exchanges_before(), scale, *shapes],
                                                  [tf.int64 if adds else tf.uint8, tf.bool])
@@ -231,26 +233,29 @@ class _Builder:
 
         A LossScaleOptimizer skips the step then.
         """
-        values = [part.values if isinstance(part, tf.IndexedSlices) else part for part in reduced]
+        def all_finite(tensor: Tensor, part: Any) -> tf.Tensor:
+            with tf.device(tensor.device or HOST_DEVICE):
+                return tf.reduce_all(tf.math.is_finite(part.values if isinstance(part, tf.IndexedSlices) else part))
 
         def undo(finite: np.ndarray) -> np.ndarray:
             if not finite:
                 self._plan.undo_step()
             return np.zeros((), np.int32)
 
-        with tf.device("/cpu:0"):
-            return tf.numpy_function(undo, [tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in values])],
-                                     tf.int32)
+        found = [all_finite(*pair) for pair in zip(self._tensors, reduced)]
+        with tf.device(HOST_DEVICE):
+            return tf.numpy_function(undo, [tf.reduce_all(found)], tf.int32)
 
     # The ways to travel.
 
     def _compressed(self, loads: Sequence[Load], gradients: Sequence[Any], agreed: tf.Tensor) -> dict[int, tf.Tensor]:
         """The reduced gradients by position."""
         reduced: dict[int, tf.Tensor] = {}
-        kind = OneLevel if self._settings.levels is None else TwoLevel
         for load in loads:
-            transfer = kind(self._settings, [self._tensors[position] for position in load.positions], load.buckets,
-                            self._elastic)
+            tensors = [self._tensors[position] for position in load.positions]
+            on_devices = any(tensor.device is not None for tensor in tensors)
+            kind = TwoLevel if self._settings.levels is not None else OnDevices if on_devices else OneLevel
+            transfer = kind(self._settings, tensors, load.buckets, self._elastic)
             reduced.update(zip(load.positions,
                                transfer.build([gradients[position] for position in load.positions], agreed)))
         return reduced
@@ -291,7 +296,7 @@ class _Builder:
                 shares.observe(tensor.name, flat, settings.exchanging.size(), settings.scale)
             return np.zeros((), np.int32)
 
-        with tf.device("/cpu:0"):
+        with tf.device(HOST_DEVICE):
             flat = tf.reshape(tf.cast(summed, tf.float32), [-1])
             # Declared stateful, as TensorFlow would drop a function whose result nobody needs.
             return tf.numpy_function(observe, [flat], tf.int32)

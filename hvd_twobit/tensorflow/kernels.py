@@ -2,8 +2,8 @@
 
 What ``kernels`` describes, for float32 tensors of any device: ``quantize_pack``, ``unpack_sum``, ``unpack_counts``, and
 ``scaled`` for sums that other ranks have made. Functions return what the others write; shapes may be unknown until the
-step. Bits are those of ``kernels/reference.py``, but for the payload of a NaN. ``compiled`` has XLA compile them, so
-that a gradient is read and written once; without it each operation is one pass.
+step. Bits are those of ``kernels/reference.py``, but for the payload of a NaN. ``traced`` can have XLA compile
+them, so that a gradient is read and written once; without it each operation is one pass.
 
 TensorFlow's CPU threads flush subnormal numbers: they read them as zeros and write zeros in their place, and what other
 devices do is up to those who compiled for them; XLA may also fuse a product and a sum, and drop the rounding between
@@ -92,17 +92,35 @@ def quantize_pack(gradient: tf.Tensor, residual: tf.Tensor, thresholds: tf.Tenso
             selected_sum, tf.cast(count, tf.uint32), unselected_sum)
 
 
-def unpack_sum(packed: tf.Tensor, levels: tf.Tensor, elements: Any, scale: Any, *,
-               block_elements: int) -> tf.Tensor:
+def quantized(gradient: tf.Tensor, residual: tf.Tensor, thresholds: tf.Tensor, levels: tf.Tensor, *,
+              block_elements: int, with_table: bool) -> tuple[tf.Tensor, tf.Tensor]:
+    """As ``quantize_pack``: what is sent of a gradient, in one piece, and the new residual.
+
+    Returns:
+        uint8: codes and, if wanted, behind them a ``payload.BLOCK_TABLE`` entry for each block: its sum, not above the
+        largest float32, and number of selected magnitudes, or the sum of all where none was selected; and the residual.
+    """
+    codes, left, selected_sum, count, unselected_sum = quantize_pack(
+        gradient, residual, thresholds, levels, block_elements=block_elements, with_sums=with_table)
+    if not with_table:
+        return codes, left
+    sums = tf.where(tf.equal(tf.cast(count, tf.int64), 0), unselected_sum, selected_sum)
+    sums = tf.where(tf.math.is_inf(sums), tf.float32.max, sums)
+    table = tf.concat([tf.bitcast(sums, tf.uint8), tf.bitcast(count, tf.uint8)], axis=1)
+    return tf.concat([codes, tf.reshape(table, [-1])], axis=0), left
+
+
+def unpack_sum(packed: tf.Tensor, levels: tf.Tensor, elements: Any, scale: Any, *, block_elements: int,
+               levels_of_all: bool = False) -> tf.Tensor:
     """The sum of k ranks' codes times their levels, then scaled, by the rule of ``kernels.unpack_sum``.
 
     Args:
         packed: uint8[k, 4 * ceil(n / 16)], k > 0.
-        levels: float32[k, blocks, 2], the positive and the negative level of each rank; or float32[1, blocks, 2],
-            where all ranks have the same.
+        levels: float32[k, blocks, 2], the positive and the negative level of each rank.
         elements: n.
         scale: float64, what the float32 sum is multiplied by; rounded to float32 once.
         block_elements: elements of a block, a multiple of 16; n or more means one block.
+        levels_of_all: whether all ranks have the same levels; then they may be given as float32[1, blocks, 2].
 
     Returns:
         float32[n].
@@ -113,8 +131,8 @@ def unpack_sum(packed: tf.Tensor, levels: tf.Tensor, elements: Any, scale: Any, 
     positives = tf.reduce_sum(tf.cast(tf.equal(codes, CODE_POSITIVE), tf.int32), axis=0)
     negatives = tf.reduce_sum(tf.cast(tf.equal(codes, CODE_NEGATIVE), tf.int32), axis=0)
     not_finite = tf.reduce_any(tf.equal(codes, CODE_NOT_FINITE), axis=0)
-    total = _sum_of_counts(positives, negatives, levels[0])
-    if levels.shape[0] != 1:
+    total = _sum_of_counts(positives, negatives, levels[0], _are_symmetric(levels[0]))
+    if not levels_of_all:
         equal = tf.reduce_all(tf.equal(levels, levels[:1]), axis=[0, 2])
         total = tf.cond(tf.reduce_all(equal), lambda: total,
                         lambda: tf.where(equal[:, None], total, _sum_in_rank_order(codes, levels)))
@@ -140,14 +158,11 @@ def unpack_counts(counts: tf.Tensor, levels: tf.Tensor, elements: Any, scale: An
     values = _in_blocks(_counts(counts, bits)[:, :elements], blocks, width)
     not_finite = tf.reduce_any(tf.equal(values, -(1 << (bits - 1))), axis=0)
     levels = _widened(levels)
-    if counts.shape[0] == 1:
-        total = _product(values[0], levels[:, 0])
-    else:
-        # Of one plane, whose number is known in the step only, differences times the positive level are the sum.
-        two = tf.equal(tf.shape(values)[0], 2)
-        negatives = tf.where(two, values[-1], 0)
-        symmetric = tf.logical_or(tf.logical_not(two), tf.equal(levels[:, 0], -levels[:, 1]))
-        total = _sum_of_counts(values[0], negatives, levels, symmetric)
+    two_planes = tf.equal(tf.shape(values)[0], 2)
+    negatives = tf.where(two_planes, values[-1], 0)
+    # One plane tells differences, which are of symmetric levels.
+    symmetric = tf.logical_or(tf.logical_not(two_planes), _are_symmetric(levels))
+    total = _sum_of_counts(values[0], negatives, levels, symmetric)
     return _reduced(total, not_finite, elements, scale)
 
 
@@ -156,15 +171,45 @@ def scaled(sums: tf.Tensor, scale: Any) -> tf.Tensor:
     return _narrow(_widened(sums) * tf.cast(scale, tf.float64))
 
 
+def norm_and_mean(values: tf.Tensor) -> tf.Tensor:
+    """Euclidean norm and mean magnitude of float32[n], added in float64: float64[2]; zeros where there are none."""
+    exact = tf.abs(tf.cast(values, tf.float64))
+    count = tf.cast(tf.maximum(1, tf.size(values)), tf.float64)
+    return tf.stack([tf.sqrt(tf.reduce_sum(exact * exact)), tf.reduce_sum(exact) / count])
+
+
+def largest(values: tf.Tensor) -> tf.Tensor:
+    """The largest magnitude; 0 where there are no elements."""
+    return tf.reduce_max(tf.concat([[0.0], tf.abs(values)], axis=0))
+
+
+_FLOATS, _BYTES = tf.TensorSpec([None], tf.float32), tf.TensorSpec([None, None], tf.uint8)
+_LEVELS, _RANKS_LEVELS = tf.TensorSpec([None, 2], tf.float32), tf.TensorSpec([None, None, 2], tf.float32)
+_ELEMENTS, _SCALE = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.float64)
+
+_SIGNATURES: dict[Callable[..., Any], tuple[tf.TensorSpec, ...]] = {
+    quantize_pack: (_FLOATS, _FLOATS, _LEVELS, _LEVELS), quantized: (_FLOATS, _FLOATS, _LEVELS, _LEVELS),
+    unpack_sum: (_BYTES, _RANKS_LEVELS, _ELEMENTS, _SCALE), unpack_counts: (_BYTES, _LEVELS, _ELEMENTS, _SCALE),
+    scaled: (_FLOATS, _SCALE), norm_and_mean: (_FLOATS,), largest: (_FLOATS,)}
+
+
 @functools.cache
-def compiled(function: Callable[..., Any], **options: Any) -> Any:
-    """One of the functions above as XLA compiles it for the device on which it is called, once for every shape.
+def traced(function: Callable[..., Any], by_xla: bool, device: str | None = None, **options: Any) -> Any:
+    """One of the functions above as a graph of its own, for all shapes, which takes a second to build; built once.
 
     Args:
         function: which one.
+        by_xla: whether XLA compiles it for the device on which it is called, once for every shape, at the first call.
+        device: where its operations are placed, if not by XLA.
         options: those of its arguments that are numbers of Python.
     """
-    return tf.function(functools.partial(function, **options), jit_compile=True, autograph=False)
+    def on_device(*inputs: tf.Tensor) -> Any:
+        with tf.device(None if by_xla else device):
+            return function(*inputs, **options)
+
+    with tf.init_scope():
+        return tf.function(on_device, input_signature=_SIGNATURES[function], autograph=False,
+                           jit_compile=by_xla).get_concrete_function()
 
 
 # Blocks.
@@ -216,11 +261,12 @@ def _counts(counts: tf.Tensor, bits: int) -> tf.Tensor:
 
 # Sums of ranks, in float64.
 
-def _sum_of_counts(positives: tf.Tensor, negatives: tf.Tensor, levels: tf.Tensor,
-                   symmetric: tf.Tensor | None = None) -> tf.Tensor:
-    """Counts int32[blocks, width] times levels float64[blocks, 2], as a float32 sum would be."""
-    if symmetric is None:
-        symmetric = tf.equal(levels[:, 0], -levels[:, 1])
+def _are_symmetric(levels: tf.Tensor) -> tf.Tensor:
+    return tf.equal(levels[:, 0], -levels[:, 1])
+
+
+def _sum_of_counts(positives: tf.Tensor, negatives: tf.Tensor, levels: tf.Tensor, symmetric: tf.Tensor) -> tf.Tensor:
+    """Counts int32[blocks, width] times levels float64[blocks, 2], as float32 sums, float64."""
     together = _product(positives - negatives, levels[:, 0])
     apart = _rounded(_product(positives, levels[:, 0]) + _product(negatives, levels[:, 1]))
     return tf.where(symmetric[:, None], together, apart)
@@ -233,7 +279,7 @@ def _product(counts: tf.Tensor, level: tf.Tensor) -> tf.Tensor:
 def _sum_in_rank_order(codes: tf.Tensor, levels: tf.Tensor) -> tf.Tensor:
     """Codes int32[k, blocks, width] times levels float64[k, blocks, 2], added up as float32 numbers."""
     def add(rank: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        level = levels[tf.minimum(rank, tf.shape(levels)[0] - 1)]
+        level = levels[rank]
         zero = tf.zeros([], tf.float64)
         value = tf.where(tf.equal(codes[rank], CODE_POSITIVE), level[:, 0, None],
                          tf.where(tf.equal(codes[rank], CODE_NEGATIVE), level[:, 1, None], zero))

@@ -1,0 +1,134 @@
+"""On which devices gradients are compressed where they lie, and residuals in variables there.
+
+A gradient is where its variable is: what applies it is placed there, and of a tensor in a graph that is being built
+nothing else tells. Devices that count are GPUs. ``DEVICES_VARIABLE`` names others, so that a CPU device can play one,
+or none.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..errors import ConfigError
+from ..memory import Memory
+from . import kernels
+
+DEVICES_VARIABLE = "HVD_TWOBIT_TENSORFLOW_DEVICES"
+"""Environment variable: kinds of devices, or single ones, separated by commas (``GPU``, ``GPU:0,GPU:1``), or ``none``."""
+
+HOST_DEVICE = "/cpu:0"
+
+_DEFAULT = "GPU"
+_FLOAT32_MAX = np.finfo(np.float32).max
+
+
+def device_of(variable: Any) -> str | None:
+    """The device on which a variable's gradient is compressed; None where that is done on the host.
+
+    Graphs of ``tf.compat.v1`` have no place for residuals: their gradients are compressed on the host.
+
+    Raises:
+        ConfigError: the environment variable names no device.
+    """
+    chosen = _chosen(os.environ.get(DEVICES_VARIABLE) or _DEFAULT)
+    name = getattr(variable, "device", None)
+    if not name or not tf.compat.v1.executing_eagerly_outside_functions():
+        return None
+    device = tf.DeviceSpec.from_string(name)
+    is_chosen = any(kind == device.device_type and index in (None, device.device_index) for kind, index in chosen)
+    return name if is_chosen else None
+
+
+def _chosen(setting: str) -> list[tuple[str, int | None]]:
+    """Types and numbers of devices."""
+    if setting.lower() == "none":
+        return []
+    found: list[tuple[str, int | None]] = []
+    for entry in setting.split(","):
+        kind, colon, number = entry.strip().partition(":")
+        if not kind.isalpha() or colon and not number.isdecimal():
+            raise ConfigError(f"the environment variable {DEVICES_VARIABLE} must name devices such as GPU or GPU:0, "
+                              f"separated by commas, or be none, not {setting!r}")
+        found.append((kind.upper(), int(number) if colon else None))
+    return found
+
+
+def on_device(function: Any, device: str, **options: Any) -> Any:
+    """One of ``kernels``, as it is called on a device: compiled by XLA, but for a CPU.
+
+    Args:
+        function: which one.
+        device: where it will be called; the caller says so to TensorFlow, too.
+        options: those of its arguments that are numbers of Python.
+    """
+    by_xla = tf.DeviceSpec.from_string(device).device_type != "CPU"
+    return kernels.traced(function, by_xla, None if by_xla else device, **options)
+
+
+class DeviceMemory(Memory):
+    """The place of one residual: a variable on a device, which graphs may hold.
+
+    Args:
+        name: of the variable.
+        device: where it lies.
+        elements: of the residual; None where its size is known in the step only.
+
+    Attributes:
+        variable: float32[elements].
+    """
+
+    def __init__(self, name: str, device: str, elements: int | None) -> None:
+        self._device = device
+        with tf.init_scope(), tf.device(device):
+            self.variable = tf.Variable(tf.zeros([elements or 0]), trainable=False, shape=[elements], name=name)
+
+    def zeros(self, elements: int) -> tf.Variable:
+        return self._assigned(lambda: tf.zeros([elements]))
+
+    def take(self, values: np.ndarray) -> tf.Variable:
+        return self._assigned(lambda: tf.constant(values))
+
+    def _assigned(self, values: Any) -> tf.Variable:
+        with tf.init_scope(), tf.device(self._device):
+            self.variable.assign(values())
+        return self.variable
+
+    def read(self, array: Any) -> np.ndarray:
+        return array.numpy()
+
+    def duplicate(self, array: tf.Variable, into: Any = None) -> tf.Tensor:
+        """What the variable is now. It has that memory until it is assigned to, which takes other memory."""
+        with tf.init_scope():
+            return array.read_value()
+
+    def restore(self, array: tf.Variable, duplicate: tf.Tensor) -> None:
+        self._assigned(lambda: duplicate)
+
+    def shaped(self, array: tf.Variable, shape: tuple[int, ...]) -> tf.Tensor:
+        with tf.init_scope(), tf.device(self._device):
+            return tf.reshape(array, shape)
+
+    def scale(self, array: tf.Variable, factor: float) -> None:
+        def scaled() -> tf.Tensor:
+            # In float64 and rounded once, which are the bits of a product of two float32.
+            values = on_device(kernels.scaled, self._device)(array, tf.constant(np.float32(factor), tf.float64))
+            return tf.where(tf.math.is_inf(values), tf.sign(values) * _FLOAT32_MAX, values)
+
+        self._assigned(scaled)
+
+    def norm(self, array: Any) -> tf.Tensor:
+        return self._of(array, kernels.norm_and_mean)[0]
+
+    def mean_magnitude(self, array: Any) -> tf.Tensor:
+        return self._of(array, kernels.norm_and_mean)[1]
+
+    def largest(self, array: Any) -> tf.Tensor:
+        return self._of(array, kernels.largest)
+
+    def _of(self, array: Any, function: Any) -> tf.Tensor:
+        with tf.init_scope(), tf.device(self._device):
+            return on_device(function, self._device)(tf.convert_to_tensor(array))
