@@ -50,8 +50,8 @@ class Chunk:
     layout: payload.Layout
     offset: int
 
-    def of(self, payloads: np.ndarray) -> np.ndarray:
-        """This chunk's payload among all that a rank sends of the bucket."""
+    def of(self, payloads: Any) -> Any:
+        """This chunk's payload among all that a rank sends of the bucket: of an array, or a tensor of a front end."""
         return payloads[self.offset:self.offset + self.layout.nbytes]
 
 
@@ -300,9 +300,13 @@ class Codec:
             state.statistics.begin()
             if state.statistics.is_sampled and gradient is not None:
                 state.statistics.sample(memory.norm(gradient), memory.mean_magnitude(gradient))
-        quantizer = self._levels.quantizer(None if state.levels is None else state.levels[self._blocks(part)],
-                                           part.elements, self._loss_scale)
-        return quantizer, state.residual_in(memory)
+        return self.quantizer(part), state.residual_in(memory)
+
+    def quantizer(self, part: Part) -> kernels.Quantizer:
+        """With what a part is quantized."""
+        levels = self._residuals.tensor(part.name, part.shape).levels
+        return self._levels.quantizer(None if levels is None else levels[self._blocks(part)], part.elements,
+                                      self._loss_scale)
 
     def end(self, part: Part, nonzero: int, nbytes: int) -> None:
         """A part was quantized: levels are still those with which it was.
@@ -330,10 +334,15 @@ class Codec:
 
     def seal(self, layout: BucketLayout, payloads: np.ndarray) -> None:
         """Write the headers, when all tensors of a bucket are encoded."""
+        for chunk, header in zip(layout.chunks, self.headers(layout).reshape(-1, payload.HEADER_NBYTES)):
+            chunk.of(payloads)[:payload.HEADER_NBYTES] = header
+
+    def headers(self, layout: BucketLayout) -> np.ndarray:
+        """The headers of all chunks, one behind the other, uint8[32 * chunks]."""
         checksum = self._checksum(layout.bucket.parts)
-        for chunk in layout.chunks:
-            header = self._levels.header(chunk.layout.elements, checksum, self._loss_scale)
-            chunk.layout.write_header(chunk.of(payloads), header)
+        headers = [self._levels.header(chunk.layout.elements, checksum, self._loss_scale).pack()
+                   for chunk in layout.chunks]
+        return np.frombuffer(b"".join(headers), np.uint8)
 
     def receive(self, layout: BucketLayout, gathered: np.ndarray, ranks: int) -> Contents:
         """Check what an allgather of the payloads of all ranks returned.
@@ -457,7 +466,7 @@ class Codec:
         """
         chunk, = layout.chunks
         integers[:into.size - into.digits(integers).size] = 0
-        into.headers(integers)[rank] = payloads[:payload.HEADER_NBYTES]
+        into.headers(integers)[rank] = payloads[:payload.HEADER_NBYTES].view(np.uint32)
         into.table(integers)[rank] = chunk.layout.table(payloads)
         codes = chunk.layout.codes(payloads)
         if self._kernels.pack_tallies(codes, into.tallies, into.digits(integers)):

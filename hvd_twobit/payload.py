@@ -47,7 +47,7 @@ import dataclasses
 import functools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,8 @@ FLOAT32_SUMS = 32
 
 BLOCK_TABLE = np.dtype([("selected_sum", "<f4"), ("selected_count", "<u4")])
 """One entry of the block table."""
+
+TABLE_ENTRY_NBYTES = BLOCK_TABLE.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,22 +183,21 @@ class Layout:
         """A payload without content: uint8[nbytes], its padding cleared."""
         return np.zeros(self.nbytes, np.uint8)
 
-    def codes(self, payloads: np.ndarray) -> np.ndarray:
-        """View of the packed codes, the last axis of ``payloads`` being one or several payloads' bytes."""
+    def codes(self, payloads: Any) -> Any:
+        """View of the packed codes, the last axis of ``payloads`` (also a tensor) being one or several payloads."""
         return payloads[..., self.codes_offset:self.codes_offset + 4 * self.words]
 
     def table(self, payloads: np.ndarray) -> np.ndarray:
         """View of the block table, BLOCK_TABLE[..., blocks]."""
-        end = HEADER_NBYTES + BLOCK_TABLE.itemsize * self.blocks
-        return payloads[..., HEADER_NBYTES:end].view(BLOCK_TABLE)
+        return np.asarray(self.table_bytes(payloads)).view(BLOCK_TABLE)
 
-    def write_header(self, payload: np.ndarray, header: Header) -> None:
-        """Write ``header`` at the beginning of ``payload``."""
-        payload[:HEADER_NBYTES] = np.frombuffer(header.pack(), np.uint8)
+    def table_bytes(self, payloads: Any) -> Any:
+        """View of the bytes of the block table, as ``codes``."""
+        return payloads[..., HEADER_NBYTES:HEADER_NBYTES + BLOCK_TABLE.itemsize * self.blocks]
 
     def new_sums(self, header: SumsHeader) -> Sums:
         """Sums without content, behind their header, in memory of their own."""
-        memory = np.zeros(self._sums_nbytes(header.form, header.planes), np.uint8)
+        memory = np.zeros(self.sums_nbytes(header), np.uint8)
         memory[:HEADER_NBYTES] = np.frombuffer(header.pack(), np.uint8)
         return self.sums(memory, header)
 
@@ -211,13 +212,22 @@ class Layout:
 
     def sums(self, memory: np.ndarray, header: SumsHeader) -> Sums:
         """Views of the parts of sums in the memory that holds them."""
-        start = HEADER_NBYTES + _padded(4 * self.blocks)
-        width = counts_nbytes(self.words, header.form)
         return Sums(header, memory, memory[HEADER_NBYTES:HEADER_NBYTES + 4 * self.blocks].view("<f4"),
-                    memory[start:start + header.planes * width].reshape(header.planes, width))
+                    self.sum_planes(memory, header))
 
-    def _sums_nbytes(self, form: int, planes: int) -> int:
-        return _padded(HEADER_NBYTES + _padded(4 * self.blocks) + planes * counts_nbytes(self.words, form))
+    @property
+    def sums_offset(self) -> int:
+        """Bytes of sums before their planes."""
+        return HEADER_NBYTES + _padded(4 * self.blocks)
+
+    def sum_planes(self, memory: Any, header: SumsHeader) -> Any:
+        """View of the planes, uint8[planes, ..], in the memory that holds sums: an array or a tensor of a front end."""
+        width = counts_nbytes(self.words, header.form)
+        return memory[self.sums_offset:self.sums_offset + header.planes * width].reshape(header.planes, width)
+
+    def sums_nbytes(self, header: SumsHeader) -> int:
+        """Bytes of sums, padding included."""
+        return _padded(self.sums_offset + header.planes * counts_nbytes(self.words, header.form))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +240,7 @@ class Received:
         table: block tables, BLOCK_TABLE[ranks, blocks]; without blocks where levels are fixed.
     """
 
-    codes: np.ndarray
+    codes: Any
     headers: dict[int, Header]
     table: np.ndarray
 
@@ -243,13 +253,14 @@ class Sums:
         header: see ``SumsHeader``.
         memory: all bytes, uint8.
         next_levels: float32[blocks], of the next exchange; without blocks where levels are fixed.
-        planes: uint8[planes, bytes of whole words]: counts, or float32 sums.
+        planes: uint8[planes, bytes of whole words]: counts, or float32 sums. Of a front end's kind where they are on a
+            device.
     """
 
     header: SumsHeader
     memory: np.ndarray
     next_levels: np.ndarray
-    planes: np.ndarray
+    planes: Any
 
 
 def split(gathered: np.ndarray, ranks: int, layout: Layout, label: str) -> Received:
@@ -264,10 +275,15 @@ def split(gathered: np.ndarray, ranks: int, layout: Layout, label: str) -> Recei
     Raises:
         PayloadError: the first payload that is not such a one, by rank and field.
     """
-    if gathered.size != ranks * layout.nbytes:
-        raise _wrong_length(gathered, ranks, layout, label)
+    check_length(gathered.size, ranks, layout, label, lambda: gathered)
     payloads = gathered.reshape(ranks, layout.nbytes)
     return checked(payloads, layout.codes(payloads), layout, label)
+
+
+def check_length(nbytes: int, ranks: int, layout: Layout, label: str, gathered: Callable[[], np.ndarray]) -> None:
+    """Raise PayloadError unless so many bytes are the payloads of all ranks; ``gathered`` returns them for a look."""
+    if nbytes != ranks * layout.nbytes:
+        raise _wrong_length(gathered(), ranks, layout, label)
 
 
 def checked(fronts: np.ndarray, codes: Any, layout: Layout, label: str) -> Received:
@@ -303,27 +319,63 @@ def split_sums(gathered: np.ndarray, layouts: Sequence[Layout], label: str) -> l
     found: list[Sums] = []
     offset = 0
     for rank, layout in enumerate(layouts):
-        whose = f"{label}: what rank {rank} has summed"
+        whose = _summed_by(rank, label)
         header = _parse_sums(gathered[offset:], layout, whose)
-        for name in ("form", "planes", "positive_level", "negative_level") if found else ():
-            if getattr(header, name) != getattr(found[0].header, name):
-                raise PayloadError(f"{whose} has {name} {getattr(header, name)}, what rank 0 has summed has "
-                                   f"{getattr(found[0].header, name)}: bytes are damaged")
-        nbytes = layout._sums_nbytes(header.form, header.planes)
+        if found:
+            _check_alike(header, found[0].header, whose)
+        nbytes = layout.sums_nbytes(header)
         if gathered.size - offset < nbytes:
             raise PayloadError(f"{whose} has {gathered.size - offset} bytes left of the {gathered.size} that arrived, "
                                f"but takes {nbytes}: bytes are damaged")
         sums = layout.sums(gathered[offset:offset + nbytes], header)
-        usable = np.isfinite(sums.next_levels) & (sums.next_levels > 0)
-        if not usable.all():
-            raise PayloadError(f"{whose} has a next level of {sums.next_levels[~usable][0]!r} in block "
-                               f"{np.argmin(usable)}, which is not a finite number above zero: bytes are damaged")
+        _check_next_levels(sums.next_levels, whose)
         found.append(sums)
         offset += nbytes
     if offset != gathered.size:
         raise PayloadError(f"{label}: {gathered.size} bytes arrived, but what {len(layouts)} ranks have summed takes "
                            f"{offset}: bytes are damaged")
     return found
+
+
+def checked_sums(fronts: Sequence[np.ndarray], layouts: Sequence[Layout], label: str, own: SumsHeader) -> list[Sums]:
+    """Check what precedes the planes in the sums of every chunk; the planes are elsewhere, and none in the result.
+
+    Args:
+        fronts: of every chunk uint8[layout.sums_offset], in rank order.
+        layouts: of the chunks.
+        label: what messages call them.
+        own: the header of what this rank has summed, whose form those of all have.
+
+    Raises:
+        PayloadError: the first that are not such sums, by rank and field.
+    """
+    found: list[Sums] = []
+    for rank, (front, layout) in enumerate(zip(fronts, layouts)):
+        whose = _summed_by(rank, label)
+        header = _parse_sums(front, layout, whose)
+        _check_alike(header, own if rank == 0 else found[0].header, whose)
+        next_levels = front[HEADER_NBYTES:HEADER_NBYTES + 4 * layout.blocks].view("<f4")
+        _check_next_levels(next_levels, whose)
+        found.append(Sums(header, front, next_levels, np.empty((header.planes, 0), np.uint8)))
+    return found
+
+
+def _summed_by(rank: int, label: str) -> str:
+    return f"{label}: what rank {rank} has summed"
+
+
+def _check_alike(header: SumsHeader, first: SumsHeader, whose: str) -> None:
+    for name in ("form", "planes", "positive_level", "negative_level"):
+        if getattr(header, name) != getattr(first, name):
+            raise PayloadError(f"{whose} has {name} {getattr(header, name)}, what rank 0 has summed has "
+                               f"{getattr(first, name)}: bytes are damaged")
+
+
+def _check_next_levels(levels: np.ndarray, whose: str) -> None:
+    usable = np.isfinite(levels) & (levels > 0)
+    if not usable.all():
+        raise PayloadError(f"{whose} has a next level of {levels[~usable][0]!r} in block {np.argmin(usable)}, which "
+                           "is not a finite number above zero: bytes are damaged")
 
 
 def _consecutive(lengths: Sequence[int]) -> tuple[slice, ...]:

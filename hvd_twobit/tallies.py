@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -60,20 +62,39 @@ class TallyLayout:
         """All integers: uint32[size]."""
         return self._ends[-1]
 
-    def headers(self, integers: np.ndarray) -> np.ndarray:
-        """View of the headers, uint8[ranks, 32]."""
-        return integers[:self._ends[0]].view(np.uint8).reshape(self.tallies.ranks, payload.HEADER_NBYTES)
+    @property
+    def front(self) -> int:
+        """Integers before the digits."""
+        return self._ends[2]
+
+    @property
+    def span_of_word(self) -> np.ndarray:
+        """The number of the span to which each word of codes belongs, int64[words]."""
+        words_per_span = self.span_elements // ELEMENTS_PER_WORD
+        return np.concatenate([np.empty(0, np.int64), *(
+            spans.start + np.arange(words.stop - words.start) // words_per_span
+            for words, spans in zip(self.layout.run_words, self._spans.run_blocks))])
+
+    # Views of the parts: of arrays, of their beginnings where they hold the part, or of a front end's tensors.
+
+    def headers(self, integers: Any) -> Any:
+        """View of the headers, uint32[ranks, 8]."""
+        return integers[:self._ends[0]].reshape(self.tallies.ranks, _HEADER_INTEGERS)
+
+    def table_integers(self, integers: Any) -> Any:
+        """View of the block tables, uint32[ranks, 2 * blocks]."""
+        return integers[self._ends[0]:self._ends[1]].reshape(self.tallies.ranks, _TABLE_INTEGERS * self.layout.blocks)
 
     def table(self, integers: np.ndarray) -> np.ndarray:
         """View of the block tables, BLOCK_TABLE[ranks, blocks]."""
         flat = integers[self._ends[0]:self._ends[1]].view(payload.BLOCK_TABLE)
         return flat.reshape(self.tallies.ranks, self.layout.blocks)
 
-    def not_finite(self, integers: np.ndarray) -> np.ndarray:
+    def not_finite(self, integers: Any) -> Any:
         """View of how many ranks have a code 01 in each span, uint32[spans]."""
         return integers[self._ends[1]:self._ends[2]]
 
-    def digits(self, integers: np.ndarray) -> np.ndarray:
+    def digits(self, integers: Any) -> Any:
         """View of the digits, uint32[planes, ..]."""
         return integers[self._ends[2]:].reshape(self.tallies.planes, -1)
 
@@ -94,7 +115,11 @@ class TallyLayout:
         if integers.size != self.size:
             raise PayloadError(f"{label}: {integers.size} integers arrived, but {self.layout.elements} elements of "
                                f"{self.tallies.ranks} ranks take {self.size}")
-        headers, table = self.headers(integers), self.table(integers)
+        return self.contributed(integers, label)
+
+    def contributed(self, front: np.ndarray, label: str) -> tuple[payload.Received, int]:
+        """As ``received``, of the beginning of the integers: ``front`` or more of them."""
+        headers, table = self.headers(front).view(np.uint8), self.table(front)
         present = np.flatnonzero(headers.any(axis=1))
         found = {int(rank): payload.parse(headers[rank], self.layout, f"{label}: the payload of rank {rank}")
                  for rank in present}
@@ -104,13 +129,23 @@ class TallyLayout:
 
     def spread(self, integers: np.ndarray, bits: int, planes: np.ndarray) -> None:
         """Make counts of so many bits, uint8[planes, ..], NaN in every span in which a rank has a code 01."""
-        flagged = self.not_finite(integers) != 0
+        for start, stop, value in self.not_finite_bytes(integers, bits):
+            planes[:, start:stop] = value
+
+    def not_finite_bytes(self, front: np.ndarray, bits: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Which bytes of a plane of counts belong to spans in which a rank has a code 01: from, to, and what for NaN.
+
+        Args:
+            front: the beginning of the integers, ``front`` or more of them.
+            bits: of a count.
+        """
+        flagged = self.not_finite(front) != 0
         if not flagged.any():
             return
         words_per_span = self.span_elements // ELEMENTS_PER_WORD
         for words, spans in zip(self.layout.run_words, self._spans.run_blocks):
             for span in np.flatnonzero(flagged[spans]):
                 first = words.start + int(span) * words_per_span
-                stop = min(first + words_per_span, words.stop)
-                part = planes[:, counts_nbytes(first, bits):counts_nbytes(stop, bits)]
-                part[:] = np.resize(_NAN_BYTES[bits], part.shape[1])
+                start = counts_nbytes(first, bits)
+                stop = counts_nbytes(min(first + words_per_span, words.stop), bits)
+                yield start, stop, np.resize(_NAN_BYTES[bits], stop - start)

@@ -30,7 +30,7 @@ def payload_of(elements: int = ELEMENTS, positive: float = 0.5, negative: float 
                fill: int = 0xE4) -> np.ndarray:
     layout = Layout((elements,))
     payload = layout.new()
-    layout.write_header(payload, Header(elements, positive, negative))
+    payload[:HEADER_NBYTES] = np.frombuffer(Header(elements, positive, negative).pack(), np.uint8)
     layout.codes(payload)[:] = fill
     return payload
 
@@ -40,7 +40,8 @@ ADAPTIVE = Layout((100,), 48)
 
 def adaptive_payload_of(checksum: int = 7) -> np.ndarray:
     payload = ADAPTIVE.new()
-    ADAPTIVE.write_header(payload, Header(100, block_elements=48, levels_checksum=checksum))
+    header = Header(100, block_elements=48, levels_checksum=checksum)
+    payload[:HEADER_NBYTES] = np.frombuffer(header.pack(), np.uint8)
     ADAPTIVE.table(payload)[:] = [(1.5, 3), (0.0, 0), (2.0, 4)]
     ADAPTIVE.codes(payload)[:] = 0xE4
     return payload

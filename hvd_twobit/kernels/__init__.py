@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import importlib
 import types
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,7 @@ _SELECTED_IN_BYTE = np.array([bin(byte & 0b10101010).count("1") for byte in rang
 COUNT_BITS = (4, 8, 16)
 """Bits that a count may take. Its lowest value stands for NaN, so that b bits are enough for 2^(b-1) - 1 ranks."""
 
-BACKENDS = {"numpy": "reference", "numba": "cpu"}
+BACKENDS = {"numpy": "reference", "numba": "cpu", "triton": "triton"}
 """Name of each backend and of its module here. The first is the definition; CONTRIBUTING.md tells how to add one."""
 
 DEFAULT_BACKEND = "numba"
@@ -108,6 +109,8 @@ def whole_tensor(elements: int) -> int:
 class Quantizer:
     """Where one tensor's elements are decided and what their codes stand for, per block.
 
+    The four are arrays of the kind that the backend takes.
+
     Attributes:
         block_elements: elements of a block, a multiple of 16; the length of the tensor or more means one block.
         positive_threshold: float32[blocks], > 0; a residual at or above it gets code 11.
@@ -117,13 +120,13 @@ class Quantizer:
     """
 
     block_elements: int
-    positive_threshold: np.ndarray
-    negative_threshold: np.ndarray
-    positive_level: np.ndarray
-    negative_level: np.ndarray
+    positive_threshold: Any
+    negative_threshold: Any
+    positive_level: Any
+    negative_level: Any
 
     def __post_init__(self) -> None:
-        _check_block_elements(self.block_elements)
+        check_block_elements(self.block_elements)
 
     @classmethod
     def fixed(cls, positive: float, negative: float, elements: int) -> Quantizer:
@@ -258,7 +261,7 @@ def check_quantize_arguments(gradient: np.ndarray, residual: np.ndarray, packed:
 
 def check_unpack_arguments(packed: np.ndarray, levels: np.ndarray, block_elements: int, out: np.ndarray) -> None:
     """Raise ValueError unless the arrays of ``unpack_sum`` fit each other."""
-    _check_block_elements(block_elements)
+    check_block_elements(block_elements)
     _check_array("out", out, np.float32, (out.size,))
     _check_rows("packed", packed, packed_nbytes(out.size))
     blocks = block_count(out.size, block_elements)
@@ -271,7 +274,7 @@ def check_pack_counts_arguments(packed: np.ndarray, bits: int, counts: np.ndarra
         raise ValueError(f"counts of {packed.shape[0]} ranks cannot have {bits} bits")
     _check_rows("packed", packed, 4 * (packed.shape[-1] // 4))
     _check_rows("counts", counts, counts_nbytes(packed.shape[1] // 4, bits))
-    _check_planes(counts)
+    check_planes(len(counts))
 
 
 def check_unpack_counts_arguments(counts: np.ndarray, bits: int, levels: np.ndarray, block_elements: int,
@@ -279,10 +282,10 @@ def check_unpack_counts_arguments(counts: np.ndarray, bits: int, levels: np.ndar
     """Raise ValueError unless the arrays of ``unpack_counts`` fit each other."""
     if bits not in COUNT_BITS:
         raise ValueError(f"bits must be one of {COUNT_BITS}, not {bits}")
-    _check_block_elements(block_elements)
+    check_block_elements(block_elements)
     _check_array("out", out, np.float32, (out.size,))
     _check_rows("counts", counts, counts_nbytes(packed_nbytes(out.size) // 4, bits))
-    _check_planes(counts)
+    check_planes(len(counts))
     _check_array("levels", levels, np.float32, (block_count(out.size, block_elements), 2))
 
 
@@ -306,9 +309,10 @@ def check_unpack_tallies_arguments(words: np.ndarray, tallies: Tallies, contribu
     _check_array("words", words, np.uint32, (tallies.planes, tallies.integers(codes)))
 
 
-def _check_planes(counts: np.ndarray) -> None:
-    if counts.shape[0] not in (1, 2):
-        raise ValueError(f"counts has {counts.shape[0]} planes, but must have one, of differences, or two")
+def check_planes(planes: int) -> None:
+    """Raise ValueError unless counts may have so many planes."""
+    if planes not in (1, 2):
+        raise ValueError(f"counts has {planes} planes, but must have one, of differences, or two")
 
 
 def _check_rows(name: str, rows: np.ndarray, nbytes: int) -> None:
@@ -329,7 +333,7 @@ def check_pack_digits_arguments(packed: np.ndarray, digits: Digits, words: np.nd
 def check_unpack_digits_arguments(words: np.ndarray, digits: Digits, levels: np.ndarray, block_elements: int,
                                   out: np.ndarray) -> None:
     """Raise ValueError unless the arrays of ``unpack_digits`` fit each other."""
-    _check_block_elements(block_elements)
+    check_block_elements(block_elements)
     _check_array("out", out, np.float32, (out.size,))
     _check_array("words", words, np.float64, (digits.word_count(out.size),))
     _check_array("levels", levels, np.float32, (block_count(out.size, block_elements), 2))
@@ -337,7 +341,8 @@ def check_unpack_digits_arguments(words: np.ndarray, digits: Digits, levels: np.
         raise ValueError("levels are not symmetric, but the digits are")
 
 
-def _check_block_elements(block_elements: int) -> None:
+def check_block_elements(block_elements: int) -> None:
+    """Raise ValueError unless a block may have so many elements."""
     if block_elements <= 0 or block_elements % ELEMENTS_PER_WORD:
         raise ValueError(f"block_elements must be a positive multiple of {ELEMENTS_PER_WORD}, not {block_elements}")
 

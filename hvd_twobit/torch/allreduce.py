@@ -17,6 +17,7 @@ from ..digit_codec import quantize_once, sum_of
 from ..errors import ConfigError, UnsupportedOperationError
 from ..named import NamedTensor, Sent
 from .exchange import HOROVOD_DTYPES, as_flat_float32
+from .placement import horovod_takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +86,11 @@ def compress(config: TwoBitConfig, tensor: torch.Tensor,
     if not config.compresses(tensor.numel()):
         if is_in_group():
             return tensor.to("cpu", torch.float64), Converted(tensor.dtype, tensor.device)
-        if tensor.dtype in HOROVOD_DTYPES:
+        takes = horovod_takes(tensor.device)
+        if takes and tensor.dtype in HOROVOD_DTYPES:
             return tensor, None
-        return tensor.float(), Converted(tensor.dtype, tensor.device)
+        dtype = tensor.dtype if tensor.dtype in HOROVOD_DTYPES else torch.float32
+        return tensor.to(tensor.device if takes else "cpu", dtype), Converted(tensor.dtype, tensor.device)
     if tensor.requires_grad and torch.is_grad_enabled():
         of = "" if named is None else f" {named.name!r}"
         raise UnsupportedOperationError(

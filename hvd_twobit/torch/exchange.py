@@ -32,7 +32,9 @@ from ..sharding import ShardedResiduals
 from ..transports import Planned, plan_buckets, restricted
 from .hierarchy import TwoLevel, find_levels
 from .loss_scale import LossScale
+from .memory import Download
 from .pipeline import Pipeline
+from .placement import Placement, horovod_takes
 from .transfer import TRANSFERS, Transfer, overlap_explained, wait_for
 from .waiting import synchronize
 
@@ -66,6 +68,9 @@ class Exchange:
         self._codec = Codec(config, self.residuals, warns=hvd.rank() == 0)
         self._config = config
         self._process_set = process_set
+        self._placement = Placement()
+        self._declared: list[torch.Tensor] = []
+        self._departures: list[Departure] = []
         self._asks_for_levels = asks_for_levels(config.hierarchical, process_set.ranks, hvd.global_process_set.ranks)
         self.residuals.is_divided = self._asks_for_levels
         self._levels: Levels | None = None
@@ -76,7 +81,7 @@ class Exchange:
         self._sparse: set[str] = set()
         self._order: list[str] = []
         self._statement = Statement.of(config, (), (), 0)
-        self._decided: tuple[list[bool], int] | None = None
+        self._decided: tuple[list[bool], int, Placement] | None = None
         self._compressed: dict[str, bool] = {}
         self._pipeline = Pipeline(())
         self._agreement: int | None = None
@@ -89,6 +94,7 @@ class Exchange:
         """
         if self._config.transport == "allreduce":
             joining.track(f"optimizer of {tensors[0][0] if tensors else ''}", self.residuals)
+        self._declared = [tensor for _, tensor, _ in tensors]  # They may move to another device later.
         for name, tensor, group in tensors:
             self._order.append(name)
             if self._codec.compresses(tensor.numel()):
@@ -119,6 +125,7 @@ class Exchange:
         """
         self._begin_step()
         pendings = [self._prepare(name, gradient) for name, gradient in gradients]
+        self._depart(wait=False)
         started: dict[str, Handle] = {}
         for members in _alike([pending for pending in pendings if not pending.compressed]):
             names = [pending.name for pending in members]
@@ -132,6 +139,10 @@ class Exchange:
             refuse_dtype(name, gradient.dtype)
         if self._compressed[name]:
             self.residuals.tensor(name, tuple(gradient.shape))  # Or another shape would be taken for the known one.
+            if self._placement.device is not None:
+                flat = flat_float32_on(self._placement.device, gradient)
+                self._pipeline.add(name, flat)
+                return Pending(self, name, gradient, flat=flat)
             self._pipeline.add(name, self._shares.take_over(name, as_flat_float32(gradient).numpy()))
             return Pending(self, name, gradient)
         _drain(self._in_flight.pop(name, None))
@@ -140,16 +151,29 @@ class Exchange:
             wire = wire.float()
         return Pending(self, name, gradient, wire.contiguous())
 
+    def _depart(self, wait: bool) -> None:
+        """Hand to Horovod what has come to the host; with ``wait``, everything."""
+        self._departures = [departure for departure in self._departures if not departure.has_begun(wait)]
+
     def _allreduce(self, members: Sequence[Pending]) -> list[Handle]:
         """Begin the allreduce of members that travel alike, uncompressed; one handle each."""
-        tensors = [pending.wire for pending in members]
-        options = dict(name=f"twobit.{members[0].name}", op=self._reduction.op,
+        wires = [pending.wire for pending in members if pending.wire is not None]
+        begin = functools.partial(self._begin_allreduce, members[0].name)
+        if horovod_takes(wires[0].device):
+            return begin(wires)
+        departure = Departure(wires, begin)
+        if not departure.has_begun(wait=False):
+            self._departures.append(departure)
+        return [functools.partial(departure.synchronize, index) for index in range(len(members))]
+
+    def _begin_allreduce(self, name: str, tensors: Sequence[torch.Tensor]) -> list[Handle]:
+        options = dict(name=f"twobit.{name}", op=self._reduction.op,
                        prescale_factor=self._reduction.prescale, postscale_factor=self._reduction.postscale,
                        process_set=self._process_set)
-        if len(members) == 1:
+        if len(tensors) == 1:
             return [functools.partial(synchronize, hvd.allreduce_async_(tensors[0], **options))]
         group = _Group(hvd.grouped_allreduce_async_(tensors, **options))
-        return [_Member(group, index) for index in range(len(members))]
+        return [_Member(group, index) for index in range(len(tensors))]
 
     def _finish(self, pending: Pending, received: torch.Tensor | None) -> torch.Tensor:
         gradient = pending.gradient
@@ -158,7 +182,13 @@ class Exchange:
             self._in_flight.pop(pending.name, None)
             if self._codec.compresses(gradient.numel()):
                 self._shares.observe(pending.name, as_flat_float32(received).numpy(), *self._exchanging())
-            return gradient if received.data_ptr() == gradient.data_ptr() else _write(gradient, received)
+            if received.data_ptr() == gradient.data_ptr():
+                return gradient
+            return _write(gradient, received, non_blocking=received.device != gradient.device)  # It is pinned then.
+        if pending.flat is not None:
+            self._pipeline.decode(pending.name, pending.flat)
+            in_place = pending.flat.data_ptr() == gradient.data_ptr()
+            return gradient if in_place else _write(gradient, pending.flat.view(gradient.shape))
         flat = _flat_float32(gradient)
         out = _scratch_float32(gradient.numel()) if flat is None else flat
         self._pipeline.decode(pending.name, out.numpy())
@@ -173,6 +203,7 @@ class Exchange:
         """
         self._begin_step()
         try:
+            self._depart(wait=True)
             self._check_agreement()
             yield
         finally:
@@ -192,7 +223,8 @@ class Exchange:
             self._divide()
             self._world, self._decided = (world[0], self.residuals.revision), None
         ready = [self._is_ready(members) for members in self._groups.values()]
-        decided = (ready, len(self._sparse))
+        self._placement = self._placed()
+        decided = (ready, len(self._sparse), self._placement)
         if decided != self._decided:
             self._plan(ready)
             self._decided = decided
@@ -229,6 +261,10 @@ class Exchange:
         number = self._process_set.size() // self._ranks_per_machine
         return number, self._reduction.scale(number)
 
+    def _placed(self) -> Placement:
+        """Where this step's gradients are compressed; the ranks of a machine add theirs up on the host."""
+        return Placement.of({tensor.device for tensor in self._declared} if self._levels is None else ())
+
     def _exchanged(self, ready: Sequence[bool] = ()) -> list[Exchanged]:
         """How all tensors travel in a step in which these groups are ready; none, where that is not known yet."""
         return [tensor for (group, members), yes in zip(self._groups.items(), ready or [False] * len(self._groups))
@@ -246,7 +282,8 @@ class Exchange:
     def _transfer(self, planned: Planned) -> Transfer:
         _, scale = self._exchanging()
         if self._levels is None:
-            return TRANSFERS[planned.transport](planned, self._codec, self._process_set, scale)
+            coder = self._placement.coder(planned, self._codec, self._process_set.rank(), scale)
+            return TRANSFERS[planned.transport](planned, coder, self._process_set)
         return TwoLevel(planned, self._codec, self._levels, scale, self._reduction.averages,
                         self._config.block_elements)
 
@@ -296,6 +333,7 @@ class Exchange:
 
     def abandon(self) -> None:
         """Wait for what is in flight and drop it: the optimizer's step was broken off."""
+        self._depart(wait=True)
         self._pipeline.abandon()
         for handle in self._in_flight.values():
             _drain(handle)
@@ -314,12 +352,15 @@ class Pending:
         gradient: the gradient tensor, which the reduced gradient overwrites.
         wire: the gradient as it was handed to Horovod, which reads it until the collective has ended; None where the
             gradient travels in a bucket.
+        flat: what was put into the bucket of a gradient on a device, and is overwritten there: its own memory, or a
+            copy, float32[elements].
     """
 
     exchange: Exchange
     name: str
     gradient: torch.Tensor
     wire: torch.Tensor | None = None
+    flat: torch.Tensor | None = None
 
     @property
     def compressed(self) -> bool:
@@ -329,6 +370,32 @@ class Pending:
     def finish(self, received: torch.Tensor | None) -> torch.Tensor:
         """The reduced gradient; ``received`` is what the handle gave: nothing, where it travelled in a bucket."""
         return self.exchange._finish(self, received)
+
+
+class Departure:
+    """Gradients that travel uncompressed from the host, to which a device copies them.
+
+    Args:
+        tensors: on the device, contiguous.
+        begin: begins a collective of their copies, and returns a handle for each.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], begin: Callable[[list[torch.Tensor]], list[Handle]]) -> None:
+        self._copies = [Download(tensor) for tensor in tensors]
+        self._begin = begin
+        self._handles: list[Handle] | None = None
+
+    def has_begun(self, wait: bool) -> bool:
+        """Whether the collective has begun, as it does when all copies are complete; with ``wait``, wait for them."""
+        if self._handles is None and all([copy.is_done(wait) for copy in self._copies]):
+            self._handles = self._begin([copy.host for copy in self._copies])
+        return self._handles is not None
+
+    def synchronize(self, index: int) -> Any:
+        """The result of one tensor, on the host, waited for."""
+        self.has_begun(wait=True)
+        assert self._handles is not None
+        return self._handles[index]()
 
 
 def _nothing() -> None:
@@ -390,6 +457,14 @@ def _flat_float32(gradient: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+def flat_float32_on(device: torch.device, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient as float32[elements] on a device: its own memory, or a copy."""
+    if gradient.dtype == torch.float32 and gradient.device == device and gradient.is_contiguous():
+        return gradient.detach().view(-1)
+    flat = torch.empty(gradient.shape, dtype=torch.float32, device=device)
+    return flat.copy_(gradient.detach()).view(-1)
+
+
 def as_flat_float32(values: torch.Tensor) -> torch.Tensor:
     """The values as float32[elements]: the tensor's own memory, or a copy in scratch memory."""
     flat = _flat_float32(values)
@@ -407,8 +482,8 @@ def _scratch_float32(elements: int) -> torch.Tensor:
     return buffer[:elements]
 
 
-def _write(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _write(gradient: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Copy ``values`` into the gradient, or into a new one where several of its elements share memory."""
     if any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape)):
         gradient = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-    return gradient.detach().copy_(values)
+    return gradient.detach().copy_(values, non_blocking=non_blocking)

@@ -12,6 +12,7 @@ from ..codec import Codec
 from ..hierarchy import FAILED, TwoLevelLayout
 from ..machines import Levels, Place
 from ..transports import Planned
+from .coder import HostCoder
 from .transfer import TRANSFERS, Coded, Transfer, wait_for
 from .waiting import synchronize
 
@@ -57,7 +58,8 @@ class TwoLevel(Transfer):
         self._across: Coded | None = None
         if self._layout.own is not None:
             own = dataclasses.replace(planned, bucket=self._layout.own, ranks_per_machine=1)
-            self._across = TRANSFERS[planned.transport](own, codec, levels.across, scale)
+            coder = HostCoder(own, codec, levels.across.rank(), scale)
+            self._across = TRANSFERS[planned.transport](own, coder, levels.across)
         self._skipped: set[str] = set()
         self._scattering: int | None = None
         self._is_reduced = False
@@ -140,9 +142,9 @@ class TwoLevel(Transfer):
         super().receive()
         self._error = error or self._error
 
-    def _received(self, arrived: np.ndarray) -> None:
-        self._layout.check(arrived)
-        self._gathered = arrived
+    def _received(self, arrived: torch.Tensor) -> None:
+        self._layout.check(arrived.numpy())
+        self._gathered = arrived.numpy()
 
     def _take(self, name: str, out: np.ndarray) -> None:
         assert self._gathered is not None, f"{self._planned.bucket.label} was not received"

@@ -9,8 +9,7 @@ waits for one that the first has not begun, both would wait for ever.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from typing import Any
 
 from .transfer import Transfer
 
@@ -43,8 +42,8 @@ class Pipeline:
             self.abandon()
         self._begun = 0
 
-    def add(self, name: str, gradient: np.ndarray) -> None:
-        """Encode a gradient, float32[elements], into its buckets, and send those that are full."""
+    def add(self, name: str, gradient: Any) -> None:
+        """Put a gradient, float32[elements], into its buckets, and send those that are full."""
         for number in self._of[name]:
             self._transfers[number].add(name, gradient)
             self._advance(wait=False)
@@ -55,12 +54,12 @@ class Pipeline:
             self._transfers[number].skip(name)
             self._advance(wait=False)
 
-    def decode(self, name: str, out: np.ndarray) -> None:
+    def decode(self, name: str, out: Any) -> None:
         """Wait for a tensor's buckets and overwrite ``out`` with the scaled sum over all ranks.
 
         Args:
             name: the tensor's name. All gradients of the step have been added.
-            out: float32[elements], contiguous.
+            out: float32[elements], contiguous, of the kind of what was added.
 
         Raises:
             PayloadError: a rank sent something else than what this rank expects.

@@ -1,23 +1,26 @@
-"""One bucket of an optimizer on its way: encoded gradient by gradient, sent when it is full, received, decoded.
+"""One bucket of an optimizer on its way: encoded, sent when it is full, received, decoded.
 
 A transfer is used step after step. Its last collective brings what is decoded; ``pipeline`` says when it may begin. By
-``sra`` there is one before: an alltoall, which begins as soon as the bucket is full and after which this rank sums its
-chunk for all. ``hierarchy`` composes these transfers to one of two levels.
+``sra`` there is one before: an alltoall, which begins as soon as the payloads are complete and after which this rank
+sums its chunk for all. Payloads and sums are made by a ``coder``. ``hierarchy`` composes these transfers to one of two
+levels.
+
+Gradients are arrays or tensors, as the coder wants them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from ..codec import Codec, Contents
 from ..errors import DisagreementError, TwoBitError
 from ..transports import Planned
+from .coder import Coder
 from .waiting import synchronize
 
 
@@ -64,7 +67,7 @@ class Transfer:
         """Whether a collective was begun and has not ended."""
         return self._handle is not None and not hvd.poll(self._handle)
 
-    def add(self, name: str, gradient: np.ndarray) -> None:
+    def add(self, name: str, gradient: Any) -> None:
         """Take up what the bucket carries of a gradient, float32[elements] of the whole tensor."""
         self._put(name, gradient)
         self._is_in(name)
@@ -97,14 +100,14 @@ class Transfer:
         handle, self._handle = self._handle, None
         if handle is not None:
             with self._failing():
-                self._received(synchronize(handle).numpy())
+                self._received(synchronize(handle))
 
-    def decode(self, name: str, out: np.ndarray) -> None:
+    def decode(self, name: str, out: Any) -> None:
         """Overwrite what the bucket carries of a tensor with the scaled sum over all ranks.
 
         Args:
             name: the tensor's name.
-            out: float32[elements], the whole tensor's, contiguous.
+            out: float32[elements], the whole tensor's, contiguous, of the kind of what was added.
 
         Raises:
             PayloadError: a rank sent something else than what this rank expects.
@@ -137,7 +140,7 @@ class Transfer:
 
     # What subclasses do.
 
-    def _put(self, name: str, gradient: np.ndarray) -> None:
+    def _put(self, name: str, gradient: Any) -> None:
         raise NotImplementedError
 
     def _leave_out(self, name: str) -> None:
@@ -149,10 +152,10 @@ class Transfer:
     def _begin(self) -> int:
         raise NotImplementedError
 
-    def _received(self, arrived: np.ndarray) -> None:
+    def _received(self, arrived: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def _take(self, name: str, out: np.ndarray) -> None:
+    def _take(self, name: str, out: Any) -> None:
         raise NotImplementedError
 
 
@@ -161,64 +164,58 @@ class Coded(Transfer):
 
     Args:
         planned: the bucket, and how it travels.
-        codec: of the optimizer.
+        coder: makes payloads of its gradients, and gradients of what arrives.
         process_set: the ranks that exchange.
-        scale: factor of the sum over all ranks.
     """
 
-    def __init__(self, planned: Planned, codec: Codec, process_set: hvd.ProcessSet, scale: float) -> None:
+    def __init__(self, planned: Planned, coder: Coder, process_set: hvd.ProcessSet) -> None:
         super().__init__(planned)
-        self._codec = codec
+        self._coder = coder
         self._process_set = process_set
-        self._scale = scale
-        self._layout = codec.layout(planned.bucket, planned.chunks)
-        self._payloads = self._layout.new()
-        self._contents: Contents | None = None
 
-    def _put(self, name: str, gradient: np.ndarray) -> None:
-        self._codec.encode(self._layout, self._payloads, name, gradient)
+    def _put(self, name: str, gradient: Any) -> None:
+        self._coder.put(name, gradient)
 
     def _leave_out(self, name: str) -> None:
-        self._codec.leave_out(self._layout, self._payloads, name)
+        self._coder.leave_out(name)
 
     def _depart(self) -> None:
-        self._codec.seal(self._layout, self._payloads)
+        self._coder.seal()
 
-    def _received(self, arrived: np.ndarray) -> None:
-        self._contents = self._contents_of(arrived)
+    def prepare(self, wait: bool) -> bool:
+        return not self._missing and self._coder.is_ready(wait)
 
-    def _take(self, name: str, out: np.ndarray) -> None:
-        assert self._contents is not None, f"{self._planned.bucket.label} was not received"
-        self._codec.decode(self._contents, name, out, self._scale)
+    def _take(self, name: str, out: Any) -> None:
+        self._coder.take(name, out)
+
+    def drain(self) -> None:
+        super().drain()
+        self._coder.drain()
 
     def forget(self) -> None:
         super().forget()
-        self._contents = None
-
-    def _contents_of(self, arrived: np.ndarray) -> Contents:
-        """What the last collective brought, checked."""
-        raise NotImplementedError
+        self._coder.forget()
 
 
 class Allgather(Coded):
     """A bucket whose payloads all ranks get."""
 
     def _begin(self) -> int:
-        return hvd.allgather_async(torch.from_numpy(self._payloads), name=f"twobit.{self._planned.bucket.name}",
+        return hvd.allgather_async(self._coder.payloads, name=f"twobit.{self._planned.bucket.name}",
                                    process_set=self._process_set)
 
-    def _contents_of(self, arrived: np.ndarray) -> Contents:
-        return self._codec.receive(self._layout, arrived, self._planned.ranks)
+    def _received(self, arrived: torch.Tensor) -> None:
+        self._coder.receive(arrived)
 
 
 class ScatterReduceAllgather(Coded):
     """A bucket of which every rank sums a chunk for all."""
 
-    def __init__(self, planned: Planned, codec: Codec, process_set: hvd.ProcessSet, scale: float) -> None:
-        super().__init__(planned, codec, process_set, scale)
-        self._splits = torch.tensor(self._layout.chunk_nbytes, dtype=torch.int32)
+    def __init__(self, planned: Planned, coder: Coder, process_set: hvd.ProcessSet) -> None:
+        super().__init__(planned, coder, process_set)
+        self._splits = torch.tensor(coder.splits, dtype=torch.int32)
         self._scattering: int | None = None
-        self._sums: torch.Tensor | None = None
+        self._is_scattered = False
 
     @property
     def is_under_way(self) -> bool:
@@ -226,18 +223,28 @@ class ScatterReduceAllgather(Coded):
 
     def _depart(self) -> None:
         super()._depart()
-        self._scattering = hvd.alltoall_async(torch.from_numpy(self._payloads), self._splits,
-                                              name=f"twobit.{self._planned.bucket.name}",
-                                              process_set=self._process_set)
+        self._scatter(wait=False)
+
+    def _scatter(self, wait: bool) -> None:
+        """Begin the alltoall, once the payloads are complete."""
+        if not self._is_scattered and super().prepare(wait):
+            self._is_scattered = True
+            with overlap_explained(sorted(self.names)):
+                self._scattering = hvd.alltoall_async(self._coder.payloads, self._splits,
+                                                      name=f"twobit.{self._planned.bucket.name}",
+                                                      process_set=self._process_set)
 
     def prepare(self, wait: bool) -> bool:
+        self._scatter(wait)
         if self._scattering is not None and (wait or hvd.poll(self._scattering)):
             handle, self._scattering = self._scattering, None
             with self._failing():
-                received, _ = synchronize(handle)
-                self._sums = torch.from_numpy(self._codec.sum(self._layout, self._process_set.rank(),
-                                                              received.numpy(), self._planned.ranks))
-        return not self._missing and self._scattering is None
+                self._coder.sum(synchronize(handle)[0])
+        if not self._is_scattered or self._scattering is not None:
+            return False
+        with self._failing():
+            return self._coder.are_summed(wait)
+        return True  # With an error, which is told when a tensor is decoded.
 
     def drain(self) -> None:
         super().drain()
@@ -245,39 +252,43 @@ class ScatterReduceAllgather(Coded):
         wait_for(handle)
 
     def _begin(self) -> int:
-        return hvd.allgather_async(self._sums, name=f"twobit.sums.{self._planned.bucket.name}",
+        return hvd.allgather_async(self._coder.sums, name=f"twobit.sums.{self._planned.bucket.name}",
                                    process_set=self._process_set)
 
-    def _contents_of(self, arrived: np.ndarray) -> Contents:
-        return self._codec.receive_sums(self._layout, arrived)
+    def _received(self, arrived: torch.Tensor) -> None:
+        self._coder.receive_sums(arrived)
 
     def forget(self) -> None:
         super().forget()
-        self._sums = None
+        self._is_scattered = False
 
 
 class Allreduce(Coded):
     """A bucket whose codes Horovod's own allreduce adds up, as digits of integers."""
 
-    def __init__(self, planned: Planned, codec: Codec, process_set: hvd.ProcessSet, scale: float) -> None:
-        super().__init__(planned, codec, process_set, scale)
-        self._tallies = codec.tally_layout(self._layout, planned.ranks)
-        self._wire = torch.empty(self._tallies.size, dtype=torch.int32)
-
-    @property
-    def _integers(self) -> np.ndarray:
-        return self._wire.numpy().view(np.uint32)
+    def __init__(self, planned: Planned, coder: Coder, process_set: hvd.ProcessSet) -> None:
+        super().__init__(planned, coder, process_set)
+        self._integers: torch.Tensor | None = None
 
     def _depart(self) -> None:
         super()._depart()
-        self._codec.tally(self._layout, self._payloads, self._process_set.rank(), self._tallies, self._integers)
+        self.prepare(wait=False)
+
+    def prepare(self, wait: bool) -> bool:
+        if self._integers is None and super().prepare(wait):
+            self._integers = self._coder.tally()
+        return self._integers is not None
 
     def _begin(self) -> int:
-        return hvd.allreduce_async_(self._wire, name=f"twobit.{self._planned.bucket.name}", op=hvd.Sum,
+        return hvd.allreduce_async_(self._integers, name=f"twobit.{self._planned.bucket.name}", op=hvd.Sum,
                                     process_set=self._process_set)
 
-    def _contents_of(self, arrived: np.ndarray) -> Contents:
-        return self._codec.receive_tallies(self._layout, self._tallies, self._integers)
+    def _received(self, arrived: torch.Tensor) -> None:
+        self._coder.receive_tallies()
+
+    def forget(self) -> None:
+        super().forget()
+        self._integers = None
 
 
 TRANSFERS = {"allgather": Allgather, "sra": ScatterReduceAllgather, "allreduce": Allreduce}

@@ -1,0 +1,387 @@
+"""The kernels in Triton: gradients are compressed on the GPU where they are. Bit-equal to ``reference.py``.
+
+Functions take torch tensors where the interface has arrays, all on one device: int32 where it has uint32 (the bits are the
+same), and a ``Quantizer`` of tensors. They launch on the current stream and do not wait for the device; what they return
+is on the device too. ``quantize_pack_runs``, ``unpack_sum_runs`` and ``unpack_counts_runs`` do for all runs of a payload,
+in one launch, what ``quantize_pack``, ``unpack_sum`` and ``unpack_counts`` do for one tensor, by the same programs
+(``tiles.py``; digits of integers and doubles are in ``tile_digits.py``). This file checks arguments and launches.
+
+Fastest where tensors of float32 are aligned to 16 bytes, and blocks are of 1024 elements or a multiple. Codes, counts and
+words that are not aligned to 4 bytes go through a copy.
+
+Without a GPU, TRITON_INTERPRET=1 in the environment, set before this module is imported, runs all on tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import (
+    COUNT_BITS,
+    ELEMENTS_PER_WORD,
+    SUM_CHUNK_ELEMENTS,
+    Digits,
+    Quantizer,
+    Tallies,
+    block_count,
+    check_block_elements,
+    check_planes,
+    count_bits,
+    counts_nbytes,
+    packed_nbytes,
+    tiles,
+)
+from .runs import SPAN_ROWS, SPAN_WORDS, Rows, Runs
+
+_TILE_WORDS = 64
+_SUM_TILE = 1024
+OPTIONS = {"num_warps": 2, "enable_fp_fusion": False}
+"""Of every launch: products and sums are rounded one by one, as NumPy does."""
+
+_ONE_BLOCK = 2**31 - 1
+"""Words of a block that no tensor fills."""
+
+
+def quantize_pack(gradient: torch.Tensor, residual: torch.Tensor, packed: torch.Tensor,
+                  quantizer: Quantizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add ``gradient`` to ``residual``, take out what two bits can say of it, and pack the codes.
+
+    Args:
+        gradient: float32[n], not changed.
+        residual: float32[n], updated in place. Where the sum is not finite it keeps its value.
+        packed: uint8[4 * ceil(n / 16)], overwritten; bits beyond element n are zero.
+        quantizer: thresholds and levels, one per block.
+
+    Returns:
+        ``(selected_sum, selected_count)``, float32[blocks] and int32[blocks], as ``reference.quantize_pack``.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
+    """
+    elements, device = gradient.numel(), gradient.device
+    rows = Rows(elements, quantizer.block_elements)
+    _check("gradient", gradient, torch.float32, (elements,), device)
+    _check("residual", residual, torch.float32, (elements,), device)
+    _check("packed", packed, torch.uint8, (packed_nbytes(elements),), device)
+    of_blocks = _quantizer_tensors(quantizer, rows.blocks, device)
+    selected_sum = torch.empty(rows.blocks, dtype=torch.float32, device=device)
+    selected_count = torch.empty(rows.blocks, dtype=torch.int32, device=device)
+    sums, counts = selected_sum, selected_count
+    if rows.per_block > 1:
+        sums = torch.empty(rows.total, dtype=torch.float32, device=device)
+        counts = torch.empty(rows.total, dtype=torch.int32, device=device)
+    words = _word_aligned(packed)
+    _launch(tiles.quantize, -(-rows.total // SPAN_ROWS), device,
+            gradient, residual, elements, None, None, None, 0, words, *of_blocks, sums, None, counts, None,
+            rows.block_elements, rows.per_block, ROWS=SPAN_ROWS, ALIGNED=_are_aligned(gradient, residual),
+            ONE_BLOCK=rows.one_block, TIDY=_is_tidy(rows.one_block, rows.block_elements), TABLE=False)
+    if rows.per_block > 1:
+        _launch(tiles.add_rows, rows.blocks, device, sums, None, counts, None, rows.total, rows.per_block,
+                selected_sum, selected_count, TABLE=False, TILE=_SUM_TILE)
+    if words is not packed:
+        packed.copy_(words)
+    return selected_sum, selected_count
+
+
+def quantize_pack_runs(runs: Runs, gradients: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor],
+                       packed: torch.Tensor, quantizer: Quantizer, table: torch.Tensor | None = None) -> torch.Tensor:
+    """Do what ``quantize_pack`` does for every run.
+
+    Args:
+        runs: where they lie.
+        gradients: float32[n] of each run, not changed.
+        residuals: float32[n] of each run, updated in place.
+        packed: uint8[4 * runs.words], overwritten with the codes.
+        quantizer: thresholds and levels, float32[runs.blocks]; its ``block_elements`` are not looked at.
+        table: uint8[8 * runs.blocks], overwritten with the entries of ``payload.BLOCK_TABLE``: sum and number of the
+            magnitudes that were selected or, where none was, the sum of all magnitudes of the new residual, added in
+            the same order; no sum is above the largest float32. None: no sums are made.
+
+    Returns:
+        int64[runs], how many elements of each run got code 11 or 10.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
+    """
+    device, one_block = runs.device, runs.block_elements == 0
+    _check_runs("gradients", gradients, runs)
+    _check_runs("residuals", residuals, runs)
+    _check("packed", packed, torch.uint8, (4 * runs.words,), device)
+    of_blocks = _quantizer_tensors(quantizer, runs.blocks, device)
+    sums = silents = counts = entries = None
+    direct = runs.rows == runs.blocks
+    if table is not None:
+        _check("table", table, torch.uint8, (8 * runs.blocks,), device)
+        sums = entries = _word_aligned(table)
+        if not direct:
+            sums, silents = torch.empty((2, runs.rows), dtype=torch.float32, device=device)
+            counts = torch.empty(runs.rows, dtype=torch.int32, device=device)
+    words = _word_aligned(packed)
+    selected = torch.zeros(len(runs.elements), dtype=torch.int64, device=device)
+    addresses = runs.addresses(gradients, residuals)
+    _launch(tiles.quantize, len(runs.row_programs), device,
+            None, None, 0, runs.row_programs, runs.table, addresses.table, len(gradients), words, *of_blocks,
+            sums, silents, counts, selected, runs.block_elements, Rows(runs.block_elements, 0).per_block,
+            ROWS=SPAN_ROWS, ALIGNED=_are_aligned(*gradients, *residuals), ONE_BLOCK=one_block,
+            TIDY=_is_tidy(one_block, runs.block_elements), TABLE=table is not None and direct)
+    addresses.release()
+    if table is not None and not direct:
+        _launch(tiles.add_rows, runs.blocks, device, sums, silents, counts, runs.first_rows, 0, 0, entries, None,
+                TABLE=True, TILE=_SUM_TILE)
+    if words is not packed:
+        packed.copy_(words)
+    if table is not None and entries is not table:
+        table.copy_(entries)
+    return selected
+
+
+def unpack_sum(packed: torch.Tensor, levels: torch.Tensor, block_elements: int, out: torch.Tensor,
+               scale: float = 1.0) -> None:
+    """Overwrite ``out`` with the sum of k ranks' codes times their levels, then scaled.
+
+    Args:
+        packed: uint8[k, 4 * ceil(n / 16)]; rows may lie apart.
+        levels: float32[k, blocks, 2], the positive and the negative level of each rank.
+        block_elements: elements of a block, a multiple of 16.
+        out: float32[n], overwritten.
+        scale: what the float32 sum is multiplied by, in float64 and rounded to float32 once, as Horovod scales.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
+    """
+    check_block_elements(block_elements)
+    elements, device = out.numel(), out.device
+    _check("out", out, torch.float32, (elements,), device)
+    _check_rows("packed", packed, packed_nbytes(elements), device)
+    _check_levels(levels, (len(packed), block_count(elements, block_elements), 2), device)
+    if len(packed) == 0:
+        out.fill_(0.0 * scale)
+        return
+    _unpack(-(-packed.shape[1] // (4 * SPAN_WORDS)), device, out, elements, None, None, None, packed, levels,
+            block_elements, scale, _are_aligned(out))
+
+
+def unpack_sum_runs(runs: Runs, packed: torch.Tensor, levels: torch.Tensor, outs: Sequence[torch.Tensor],
+                    scale: float = 1.0) -> None:
+    """Do what ``unpack_sum`` does for every run.
+
+    Args:
+        runs: where they lie.
+        packed: uint8[k, 4 * runs.words]; rows may lie apart.
+        levels: float32[k, runs.blocks, 2].
+        outs: float32[n] of each run, overwritten.
+        scale: as for ``unpack_sum``.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
+    """
+    _check_runs("outs", outs, runs)
+    _check_rows("packed", packed, 4 * runs.words, runs.device)
+    _check_levels(levels, (len(packed), runs.blocks, 2), runs.device)
+    if len(packed) == 0:
+        for out in outs:
+            out.fill_(0.0 * scale)
+        return
+    addresses = runs.addresses(outs)
+    _unpack(len(runs.word_programs), runs.device, None, 0, runs.word_programs, runs.table, addresses.table, packed,
+            levels, runs.block_elements, scale, _are_aligned(*outs))
+    addresses.release()
+
+
+def _unpack(programs: int, device: torch.device, out: torch.Tensor | None, elements: int,
+            of_programs: torch.Tensor | None, table: torch.Tensor | None, addresses: torch.Tensor | None,
+            packed: torch.Tensor, levels: torch.Tensor, block_elements: int, scale: float, aligned: bool) -> None:
+    words = _word_aligned(packed, copied=True)
+    _launch(tiles.unpack, programs, device, out, elements, of_programs, table, addresses, words, words.stride(0) // 4,
+            len(words), levels, levels.stride(0), _words_per_block(block_elements), float(scale), ALIGNED=aligned,
+            UNIFORM=_is_uniform(block_elements), SINGLE=len(words) == 1)
+
+
+def pack_counts(packed: torch.Tensor, bits: int, counts: torch.Tensor) -> None:
+    """Count the codes that k ranks sent for each element; see ``reference.pack_counts``.
+
+    Args:
+        packed: uint8[k, 4 * words]; rows may lie apart.
+        bits: 4, 8 or 16.
+        counts: uint8[1 or 2, 2 * bits * words], overwritten; rows may lie apart.
+
+    Raises:
+        ValueError: the tensors do not fit each other, or the bits are too few for k ranks.
+    """
+    device = packed.device
+    if bits not in COUNT_BITS or bits < count_bits(len(packed)):
+        raise ValueError(f"counts of {len(packed)} ranks cannot have {bits} bits")
+    words = packed.shape[-1] // 4
+    _check_rows("packed", packed, 4 * words, device)
+    _check_rows("counts", counts, counts_nbytes(words, bits), device)
+    check_planes(len(counts))
+    codes, into = _word_aligned(packed, copied=True), _word_aligned(counts)
+    _launch(tiles.count, -(-words // _TILE_WORDS), device, codes, codes.stride(0) // 4, len(codes), words, into,
+            into.stride(0) // 4, BITS=bits, PLANES=len(into))
+    if into is not counts:
+        counts.copy_(into)
+
+
+def unpack_counts(counts: torch.Tensor, bits: int, levels: torch.Tensor, block_elements: int, out: torch.Tensor,
+                  scale: float = 1.0) -> None:
+    """Overwrite ``out`` with what counts stand for; see ``reference.unpack_counts``.
+
+    Args:
+        counts: uint8[1 or 2, 2 * bits * ceil(n / 16)]; rows may lie apart.
+        bits: bits of a count.
+        levels: float32[blocks, 2], the positive and the negative level of all ranks.
+        block_elements: elements of a block, a multiple of 16.
+        out: float32[n], overwritten.
+        scale: as for ``unpack_sum``.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
+    """
+    check_block_elements(block_elements)
+    elements, device = out.numel(), out.device
+    words = packed_nbytes(elements) // 4
+    _check("out", out, torch.float32, (elements,), device)
+    _check_counts(counts, bits, words, device)
+    _check("levels", levels, torch.float32, (block_count(elements, block_elements), 2), device)
+    _weigh(-(-words // SPAN_WORDS), device, out, elements, None, None, None, counts, bits, levels, block_elements,
+           scale, _are_aligned(out))
+
+
+def unpack_counts_runs(runs: Runs, counts: torch.Tensor, bits: int, levels: torch.Tensor,
+                       outs: Sequence[torch.Tensor], scale: float = 1.0) -> None:
+    """Do what ``unpack_counts`` does for every run.
+
+    Args:
+        runs: where they lie.
+        counts: uint8[1 or 2, 2 * bits * runs.words]; rows may lie apart.
+        bits: bits of a count.
+        levels: float32[runs.blocks, 2].
+        outs: float32[n] of each run, overwritten.
+        scale: as for ``unpack_sum``.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
+    """
+    _check_runs("outs", outs, runs)
+    _check_counts(counts, bits, runs.words, runs.device)
+    _check("levels", levels, torch.float32, (runs.blocks, 2), runs.device)
+    addresses = runs.addresses(outs)
+    _weigh(len(runs.word_programs), runs.device, None, 0, runs.word_programs, runs.table, addresses.table, counts, bits,
+           levels, runs.block_elements, scale, _are_aligned(*outs))
+    addresses.release()
+
+
+def _weigh(programs: int, device: torch.device, out: torch.Tensor | None, elements: int,
+           of_programs: torch.Tensor | None, table: torch.Tensor | None, addresses: torch.Tensor | None,
+           counts: torch.Tensor, bits: int, levels: torch.Tensor, block_elements: int, scale: float,
+           aligned: bool) -> None:
+    planes = _word_aligned(counts, copied=True)
+    _launch(tiles.weigh, programs, device, out, elements, of_programs, table, addresses, planes,
+            planes.stride(0) // 4, levels, _words_per_block(block_elements), float(scale), ALIGNED=aligned,
+            UNIFORM=_is_uniform(block_elements), BITS=bits, PLANES=len(planes))
+
+
+# ---- launching ------------------------------------------------------------------------------------------------------
+
+def _launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Launch so many programs, on the current stream of a device."""
+    if programs == 0:
+        return
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[(programs,)](*arguments, **constants, **OPTIONS)
+    else:
+        kernel[(programs,)](*arguments, **constants, **OPTIONS)
+
+
+def _word_aligned(rows: torch.Tensor, copied: bool = False) -> torch.Tensor:
+    """Bytes whose rows begin at multiples of 4 bytes: the same tensor, or memory of the same size.
+
+    Args:
+        rows: uint8[n] or uint8[rows, n].
+        copied: whether other memory has to have the same content.
+    """
+    if rows.data_ptr() % 4 == 0 and (rows.dim() == 1 or len(rows) < 2 or rows.stride(0) % 4 == 0):
+        return rows
+    aligned = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    return aligned.copy_(rows) if copied else aligned
+
+
+def _are_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether all begin at multiples of 16 bytes."""
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def _is_tidy(one_block: bool, block_elements: int) -> bool:
+    """Whether all rows of whole blocks have the same number of words, a multiple of 16."""
+    return one_block or block_elements % SUM_CHUNK_ELEMENTS == 0 or block_elements in (256, 512, 768)
+
+
+def _is_uniform(block_elements: int) -> bool:
+    """Whether no tile that is unpacked is of two blocks."""
+    return block_elements % (_TILE_WORDS * ELEMENTS_PER_WORD) == 0
+
+
+def _words_per_block(block_elements: int) -> int:
+    """Words of a block; 0 elements, or more than there are, mean one block."""
+    return min(block_elements // ELEMENTS_PER_WORD or _ONE_BLOCK, _ONE_BLOCK)
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    if (tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device):
+        raise ValueError(f"{name} is {_described(tensor)}, but must be contiguous "
+                         f"{_name_of(dtype)}{list(shape)} on {device}")
+
+
+def _check_rows(name: str, rows: torch.Tensor, nbytes: int, device: torch.device) -> None:
+    if rows.dtype is not torch.uint8 or rows.dim() != 2 or rows.shape[1] != nbytes or rows.device != device:
+        raise ValueError(f"{name} is {_described(rows)}, but must be uint8[rows, {nbytes}] on {device}")
+    if rows.numel() and rows.shape[1] > 1 and rows.stride(1) != 1:
+        raise ValueError(f"the rows of {name} must be contiguous and in order of their addresses")
+
+
+def _check_levels(levels: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Pairs of all ranks: those of the next rank may lie anywhere, for all of them also in the same place."""
+    if levels.dim() != 3 or not (levels.is_contiguous() or levels[:1].is_contiguous()):
+        _check("levels", levels, torch.float32, shape, device)
+    if levels.dtype is not torch.float32 or levels.shape != shape or levels.device != device:
+        raise ValueError(f"levels is {_described(levels)}, but must be float32{list(shape)} on {device}")
+
+
+def _check_counts(counts: torch.Tensor, bits: int, words: int, device: torch.device) -> None:
+    if bits not in COUNT_BITS:
+        raise ValueError(f"bits must be one of {COUNT_BITS}, not {bits}")
+    _check_rows("counts", counts, counts_nbytes(words, bits), device)
+    check_planes(len(counts))
+
+
+def _check_runs(name: str, tensors: Sequence[torch.Tensor], runs: Runs) -> None:
+    if len(tensors) != len(runs.elements):
+        raise ValueError(f"{name} are of {len(tensors)} runs, but there are {len(runs.elements)}")
+    for run, (tensor, elements) in enumerate(zip(tensors, runs.elements)):
+        if (tensor.dtype is not torch.float32 or tensor.shape != (elements,) or tensor.device != runs.device
+                or not tensor.is_contiguous()):
+            _check(f"{name}[{run}]", tensor, torch.float32, (elements,), runs.device)
+
+
+def _quantizer_tensors(quantizer: Quantizer, blocks: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The fields of a quantizer of tensors, checked."""
+    of_blocks: Any = {"positive_threshold": quantizer.positive_threshold,
+                      "negative_threshold": quantizer.negative_threshold,
+                      "positive_level": quantizer.positive_level, "negative_level": quantizer.negative_level}
+    for name, tensor in of_blocks.items():
+        _check(name, tensor, torch.float32, (blocks,), device)
+    return tuple(of_blocks.values())
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{_name_of(tensor.dtype)}{list(tensor.shape)} on {tensor.device}"
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
