@@ -7,7 +7,9 @@ or none.
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,13 @@ from ..memory import Memory
 from . import kernels
 
 DEVICES_VARIABLE = "HVD_TWOBIT_TENSORFLOW_DEVICES"
-"""Environment variable: kinds of devices, or single ones, separated by commas (``GPU``, ``GPU:0,GPU:1``), or ``none``."""
+"""Environment variable: kinds of devices or single ones, separated by commas, as ``GPU`` or ``GPU:0,GPU:1``; or none."""
 
 HOST_DEVICE = "/cpu:0"
 
 _DEFAULT = "GPU"
 _FLOAT32_MAX = np.finfo(np.float32).max
+_ELEMENTS_AT_ONCE = 1 << 22  # Keeps temporaries in float64 small.
 
 
 def device_of(variable: Any) -> str | None:
@@ -72,6 +75,10 @@ def on_device(function: Any, device: str, **options: Any) -> Any:
 class DeviceMemory(Memory):
     """The place of one residual: a variable on a device, which graphs may hold.
 
+    Methods are called by NumPy functions, too, in threads that TensorFlow runs graphs with. So they call operations,
+    which run in the thread that calls them, and no function: it would wait for other such threads, and these perhaps
+    for a lock that this one holds.
+
     Args:
         name: of the variable.
         device: where it lies.
@@ -92,7 +99,7 @@ class DeviceMemory(Memory):
     def take(self, values: np.ndarray) -> tf.Variable:
         return self._assigned(lambda: tf.constant(values))
 
-    def _assigned(self, values: Any) -> tf.Variable:
+    def _assigned(self, values: Callable[[], tf.Tensor]) -> tf.Variable:
         with tf.init_scope(), tf.device(self._device):
             self.variable.assign(values())
         return self.variable
@@ -114,21 +121,23 @@ class DeviceMemory(Memory):
 
     def scale(self, array: tf.Variable, factor: float) -> None:
         def scaled() -> tf.Tensor:
-            # In float64 and rounded once, which are the bits of a product of two float32.
-            values = on_device(kernels.scaled, self._device)(array, tf.constant(np.float32(factor), tf.float64))
+            values = array * np.float32(factor)
             return tf.where(tf.math.is_inf(values), tf.sign(values) * _FLOAT32_MAX, values)
 
         self._assigned(scaled)
 
-    def norm(self, array: Any) -> tf.Tensor:
-        return self._of(array, kernels.norm_and_mean)[0]
+    def norm(self, array: Any) -> float:
+        return math.sqrt(sum(float(tf.reduce_sum(tf.square(tf.cast(part, tf.float64)))) for part in self._parts(array)))
 
-    def mean_magnitude(self, array: Any) -> tf.Tensor:
-        return self._of(array, kernels.norm_and_mean)[1]
+    def mean_magnitude(self, array: Any) -> float:
+        total = sum(float(tf.reduce_sum(tf.abs(tf.cast(part, tf.float64)))) for part in self._parts(array))
+        return total / max(int(tf.size(array)), 1)
 
-    def largest(self, array: Any) -> tf.Tensor:
-        return self._of(array, kernels.largest)
+    def largest(self, array: Any) -> float:
+        return max((float(tf.reduce_max(tf.abs(part))) for part in self._parts(array)), default=0.0)
 
-    def _of(self, array: Any, function: Any) -> tf.Tensor:
+    def _parts(self, array: Any) -> Iterator[tf.Tensor]:
         with tf.init_scope(), tf.device(self._device):
-            return on_device(function, self._device)(tf.convert_to_tensor(array))
+            values = tf.convert_to_tensor(array)
+            for start in range(0, int(tf.size(values)), _ELEMENTS_AT_ONCE):
+                yield values[start:start + _ELEMENTS_AT_ONCE]

@@ -178,11 +178,6 @@ def norm_and_mean(values: tf.Tensor) -> tf.Tensor:
     return tf.stack([tf.sqrt(tf.reduce_sum(exact * exact)), tf.reduce_sum(exact) / count])
 
 
-def largest(values: tf.Tensor) -> tf.Tensor:
-    """The largest magnitude; 0 where there are no elements."""
-    return tf.reduce_max(tf.concat([[0.0], tf.abs(values)], axis=0))
-
-
 _FLOATS, _BYTES = tf.TensorSpec([None], tf.float32), tf.TensorSpec([None, None], tf.uint8)
 _LEVELS, _RANKS_LEVELS = tf.TensorSpec([None, 2], tf.float32), tf.TensorSpec([None, None, 2], tf.float32)
 _ELEMENTS, _SCALE = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.float64)
@@ -190,7 +185,7 @@ _ELEMENTS, _SCALE = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.float64)
 _SIGNATURES: dict[Callable[..., Any], tuple[tf.TensorSpec, ...]] = {
     quantize_pack: (_FLOATS, _FLOATS, _LEVELS, _LEVELS), quantized: (_FLOATS, _FLOATS, _LEVELS, _LEVELS),
     unpack_sum: (_BYTES, _RANKS_LEVELS, _ELEMENTS, _SCALE), unpack_counts: (_BYTES, _LEVELS, _ELEMENTS, _SCALE),
-    scaled: (_FLOATS, _SCALE), norm_and_mean: (_FLOATS,), largest: (_FLOATS,)}
+    scaled: (_FLOATS, _SCALE), norm_and_mean: (_FLOATS,)}
 
 
 @functools.cache
