@@ -20,7 +20,7 @@ from ..memory import Memory
 from . import kernels
 
 DEVICES_VARIABLE = "HVD_TWOBIT_TENSORFLOW_DEVICES"
-"""Environment variable: kinds of devices or single ones, separated by commas, as ``GPU`` or ``GPU:0,GPU:1``; or none."""
+"""Environment variable: kinds of devices, or single ones, separated by commas (``GPU:0,GPU:1``); or ``none``."""
 
 HOST_DEVICE = "/cpu:0"
 

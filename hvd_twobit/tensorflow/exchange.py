@@ -13,7 +13,7 @@ decided there, and the graph has both ways.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -108,8 +108,9 @@ class _Builder:
         process_set_id = self._settings.process_set.process_set_id
         others = tf.logical_and(tf.equal(hvd.process_set_included_op(process_set_id), 1),
                                 tf.greater(hvd.size_op(process_set_id), 1))
-        return list(tf.nest.flatten(tf.cond(others, lambda: self._among_ranks(gradients, loss_scale),
-                                            lambda: list(gradients)), expand_composites=False))
+        return list(tf.nest.flatten(self._either(others, lambda: self._among_ranks(gradients, loss_scale),
+                                                 lambda: list(gradients), range(len(gradients))),
+                                    expand_composites=False))
 
     def _among_ranks(self, gradients: Sequence[Any], loss_scale: tf.Tensor | None) -> list[Any]:
         agreed, compressed = self._agree(gradients, loss_scale)
@@ -132,7 +133,8 @@ class _Builder:
             # One decision for all: TensorFlow would run one after the other the branches that change residuals, each
             # with its collective, as it does during warm-up.
             all_ready = tf.reduce_all(tf.gather(compressed, [number for number, _ in warming]))
-            results = tf.cond(all_ready, steady, warming_up)
+            results = self._either(all_ready, steady, warming_up, [position for _, unit in warming
+                                                                   for position in unit.positions])
         else:
             results = steady()
         for (_, unit), result in zip(warming, results):
@@ -152,7 +154,29 @@ class _Builder:
             by_position = self._compressed(self._plan.loads_of(unit), gradients, agreed)
             return [by_position[position] for position in unit.positions]
 
-        return list(tf.cond(compressed, in_buckets, lambda: self._warming_up(tensors, parts, agreed)))
+        return list(self._either(compressed, in_buckets, lambda: self._warming_up(tensors, parts, agreed),
+                                 unit.positions))
+
+    def _either(self, predicate: tf.Tensor, yes: Callable[[], Any], no: Callable[[], Any],
+                positions: Iterable[int]) -> Any:
+        """``tf.cond``, whose results are gradients of these tensors: they stay on the device that all of them share.
+
+        TensorFlow would choose a device for them, and copy them there.
+        """
+        devices = {self._tensors[position].device for position in positions}
+        device = devices.pop() if len(devices) == 1 else None
+        if device is None:
+            return tf.cond(predicate, yes, no)
+
+        def anywhere(build: Callable[[], Any]) -> Callable[[], Any]:
+            def branch() -> Any:
+                with tf.device(None):
+                    return build()
+
+            return branch
+
+        with tf.device(device):
+            return tf.cond(predicate, anywhere(yes), anywhere(no))
 
     def _of(self, unit: Unit, gradients: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
         return ([self._tensors[position] for position in unit.positions],

@@ -203,8 +203,9 @@ def traced(function: Callable[..., Any], by_xla: bool, device: str | None = None
             return function(*inputs, **options)
 
     with tf.init_scope():
-        return tf.function(on_device, input_signature=_SIGNATURES[function], autograph=False,
-                           jit_compile=by_xla).get_concrete_function()
+        # Of hundreds of operations, which TensorFlow would put in the place of every call and optimize anew.
+        return tf.function(on_device, input_signature=_SIGNATURES[function], autograph=False, jit_compile=by_xla,
+                           experimental_attributes={"_noinline": True}).get_concrete_function()
 
 
 # Blocks.

@@ -15,6 +15,7 @@ and writes a payload after it was assigned to.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -190,19 +191,22 @@ class OnDevices(OneLevel):
             content.set_shape([None, None])
             levels.set_shape([None, None, 2])
 
-        def unpack(form: Form) -> list[tf.Tensor]:
-            found = []
-            for (number, tensor, _), content, levels in zip(members, contents[::2], contents[1::2]):
-                with tf.device(self._device(tensor)):
-                    found.append(self._values(form, tensor, content, levels, tf.size(flat[number]) if self._by_size
-                                              else tf.constant(tensor.elements), scale))
-            return found
+        values: dict[int, tf.Tensor] = {}
+        for device in dict.fromkeys(self._device(tensor) for _, tensor, _ in members):
+            here = [(number, tensor, content, levels) for (number, tensor, _), content, levels
+                    in zip(members, contents[::2], contents[1::2]) if self._device(tensor) == device]
 
-        values = unpack(self._forms[0]) if len(self._forms) == 1 else tf.switch_case(
-            form, [lambda form=form: unpack(form) for form in self._forms])
+            def unpack(form: Form, here: Any = here) -> list[tf.Tensor]:
+                return [self._values(form, tensor, content, levels, tf.size(flat[number]) if self._by_size
+                                     else tf.constant(tensor.elements), scale)
+                        for number, tensor, content, levels in here]
+
+            with tf.device(device):  # Or TensorFlow would copy what a switch returns to the host.
+                found = unpack(self._forms[0]) if len(self._forms) == 1 else tf.switch_case(
+                    form, [functools.partial(unpack, one) for one in self._forms])
+            values.update(zip((number for number, *_ in here), found))
         reduced = iter(decoded)
-        on_devices = iter(values)
-        return [next(reduced if place is None else on_devices) for place in self._places]
+        return [next(reduced) if place is None else values[number] for number, place in enumerate(self._places)]
 
     def _values(self, form: Form, tensor: Tensor, content: tf.Tensor, levels: tf.Tensor, elements: Any,
                 scale: tf.Tensor) -> tf.Tensor:

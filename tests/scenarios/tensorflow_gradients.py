@@ -170,14 +170,11 @@ CONFIGURATIONS = {
     "Keras's fit in mixed precision, legacy": _keras("fit_legacy", loss_scale=8, compression=dict(threshold=0.375)),
 }
 CONFIGURATIONS.update({
-    "on a device, the bare class": Configuration(on_device=True),
     "on a device, adaptive levels in bfloat16 of everything with an overflow, eagerly": Configuration(
         "tape_eagerly", dict(min_elements=0, block_elements=64), dtype="bfloat16", overflow=True, on_device=True),
     "on a device, sra in small buckets, sum with warm-up in groups": Configuration(
         compression=dict(transport="sra", bucket_cap_mb=0.006, warmup_steps=2), options=dict(groups=2, op="Sum"),
         on_device=True),
-    "on a device, sra, asymmetric thresholds": Configuration(compression=dict(
-        positive_threshold=0.2, negative_threshold=-0.45, transport="sra", bucket_cap_mb=0.006), on_device=True),
     "on a device, sra, another threshold on every rank": Configuration(
         compression=[dict(threshold=threshold, transport="sra") for threshold in (0.5, 0.1, 2.5)], on_device=True),
     "on a device, another threshold on every rank": Configuration(
@@ -187,8 +184,6 @@ CONFIGURATIONS.update({
     "on a device, unknown shapes": Configuration(compression={}, unknown_shape="variable", on_device=True),
     "on a device, Keras's fit, dynamic loss scale": _keras("fit", {}, loss_scale=64, dynamic=True, overflow=True,
                                                            on_device=True),
-    "on a device, Keras's fit with a fixed threshold, dynamic loss scale": _keras(
-        "fit", dict(threshold=0.375), loss_scale=64, dynamic=True, overflow=True, on_device=True),
     "on a device, two levels": Configuration(compression=dict(hierarchical=True), on_device=True),
     "on a device, a session": Configuration("session", {}, on_device=True),
     "two levels": Configuration(compression=dict(hierarchical=True)),
@@ -232,6 +227,8 @@ def configurations(ranks: int) -> list[str]:
 
 def _depends_on_ranks(configuration: Configuration) -> bool:
     arguments = configuration.compression
+    if configuration.on_device:
+        return False
     if arguments is None or isinstance(arguments, list) or configuration.subset or (
             arguments.keys() & {"transport", "hierarchical"}):
         return True
