@@ -6,8 +6,9 @@ import types
 
 import pytest
 
-from hvd_twobit import kernels
 from hvd_twobit.residuals import ResidualRegistry
+
+from .backends import BACKENDS
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def registry() -> ResidualRegistry:
     return made
 
 
-@pytest.fixture(params=list(kernels.BACKENDS))
+@pytest.fixture(params=list(BACKENDS))
 def backend(request: pytest.FixtureRequest) -> types.ModuleType:
-    """The module of each kernel backend in turn."""
-    return kernels.load(request.param)
+    """Each kernel backend in turn."""
+    return BACKENDS[request.param]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -131,6 +132,23 @@ def test_a_missing_horovod_and_a_broken_numba_do_not_hide_what_is_there(
     assert checks["TensorFlow"].status is Status.NOT_INSTALLED and "Keras" not in checks
     assert checks["front ends"].found == "PyTorch"
     assert "PyTorch: a GPU" in checks["GPU"].found and "pass through the CPU" in checks["GPU"].found
+
+
+@pytest.mark.parametrize("devices, status, words", [
+    ({"unusable": {"cuda:0": ""}, "sends": True}, Status.OK, "compressed there and sent from there, by NCCL"),
+    ({"unusable": {"cuda:0": ""}, "sends": False}, Status.OK, "sent from pinned host memory, as Horovod was built"),
+    ({"unusable": {"cuda:0": "", "cuda:1": "Triton is missing"}, "sends": True}, Status.WARNING,
+     "pass through the CPU, which compresses them: cuda:1: Triton is missing"),
+    (Failure("devices", "ended by SIGSEGV"), Status.WARNING, "compresses them: ended by SIGSEGV"),
+])
+def test_of_gpus_it_tells_where_gradients_are_compressed(devices: Any, status: Status, words: str) -> None:
+    found = {"framework": {"version": "2.13.0", "gpus": ["A GPU", "A GPU"]}, "extension": {"Gloo": True}, "hooks": None}
+    outcome = Outcome(found, devices) if isinstance(devices, Failure) else Outcome({**found, "devices": devices})
+    check = judging.check_gpu({PYTORCH: outcome})
+    assert check.status is status
+    assert check.found.startswith("PyTorch: A GPU, A GPU. PyTorch's gradients ") and words in check.found
+    assert ("pip install \"hvd_twobit[gpu]\"" in check.remedy) == (status is Status.WARNING)
+    assert judging.check_hooks(PYTORCH, outcome, ["torch"]).status is Status.OK
 
 
 def test_a_horovod_without_the_framework_is_to_be_built_with_it(checked: Callable[..., dict[str, Check]]) -> None:

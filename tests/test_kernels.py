@@ -7,13 +7,12 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_twobit import kernels
 from hvd_twobit.kernels import Quantizer, block_count, packed_nbytes
 
-from .backends import DEFINITION, compared_with_the_definition
+from .backends import BACKENDS, DEFINITION, OTHERS, holds_for
 
 MARGIN = 64
 SPECIAL = np.concatenate([
@@ -144,27 +143,25 @@ def test_bytes_beyond_the_last_element_are_zero_up_to_a_whole_word(backend: type
     assert packed.tolist() == (words(*[0b11] * elements)[0].tolist() if elements else [])
 
 
-@given(seed=st.integers(0, 2**32 - 1), elements=st.integers(1, 3000), steps=st.integers(1, 12))
-@settings(deadline=None, max_examples=40)
-@pytest.mark.parametrize("name", kernels.BACKENDS)
-def test_what_was_sent_and_the_residual_add_up_to_the_gradients_exactly(name: str, seed: int, elements: int,
-                                                                        steps: int) -> None:
+@holds_for(list(BACKENDS), 40, 4, seed=st.integers(0, 2**32 - 1), elements=st.integers(1, 3000),
+           steps=st.integers(1, 12))
+def test_what_was_sent_and_the_residual_add_up_to_the_gradients_exactly(
+        backend: types.ModuleType, seed: int, elements: int, steps: int) -> None:
     """Exactly, because gradients and levels are small multiples of 1/1024."""
     random = np.random.default_rng(seed)
     gradients = random.integers(-4096, 4096, (steps, elements)).astype(np.float32) / 1024
-    sent, residual = push_all(kernels.load(name), gradients, quantizer_of(
+    sent, residual = push_all(backend, gradients, quantizer_of(
         1008, *np.outer([0.25, -0.5, 0.5, -0.75], np.ones(block_count(elements, 1008)))))
     assert np.array_equal(sent + residual, gradients.sum(axis=0, dtype=np.float64))
 
 
-@given(seed=st.integers(0, 2**32 - 1), elements=st.integers(1, 3000), steps=st.integers(1, 12))
-@settings(deadline=None, max_examples=40)
-@pytest.mark.parametrize("name", kernels.BACKENDS)
-def test_what_was_sent_and_the_residual_add_up_to_any_gradients_but_for_rounding(name: str, seed: int, elements: int,
-                                                                                 steps: int) -> None:
+@holds_for(list(BACKENDS), 40, 4, seed=st.integers(0, 2**32 - 1), elements=st.integers(1, 3000),
+           steps=st.integers(1, 12))
+def test_what_was_sent_and_the_residual_add_up_to_any_gradients_but_for_rounding(
+        backend: types.ModuleType, seed: int, elements: int, steps: int) -> None:
     random = np.random.default_rng(seed)
     gradients = random.standard_normal((steps, elements), np.float32)
-    sent, residual = push_all(kernels.load(name), gradients, Quantizer.fixed(0.3, -0.7, elements))
+    sent, residual = push_all(backend, gradients, Quantizer.fixed(0.3, -0.7, elements))
     largest = np.abs(gradients).sum(axis=0) + 0.7 * steps
     roundings = 2 * steps * largest * 2.0**-24  # an addition and a subtraction a step
     assert (np.abs(sent + residual - gradients.sum(axis=0, dtype=np.float64)) <= roundings).all()
@@ -333,9 +330,7 @@ def any_levels(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarra
     return (random.random(shape) * size).astype(np.float32)
 
 
-@compared_with_the_definition
-@given(elements=lengths, block_elements=block_sizes, seed=seeds)
-@settings(deadline=None, max_examples=500)
+@holds_for(OTHERS, 500, 40, elements=lengths, block_elements=block_sizes, seed=seeds)
 def test_quantize_pack_is_that_of_the_reference_to_the_bit(compared: types.ModuleType, elements: int,
                                                            block_elements: int, seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -347,12 +342,10 @@ def test_quantize_pack_is_that_of_the_reference_to_the_bit(compared: types.Modul
         assert same_bits(expected, found)
 
 
-@compared_with_the_definition
-@given(elements=lengths, block_elements=block_sizes, ranks=st.integers(0, 9),
-       kind=st.sampled_from(["symmetrical", "equal", "half", "differ", "mixed"]),
-       scale=st.sampled_from([1.0, 1.0, 0.5, 1 / 3, 1 / 7, -2.5, 1e-40, 1e40, 0.0]),
-       apart=st.sampled_from([0, 1, 4, 13]), seed=seeds)
-@settings(deadline=None, max_examples=500)
+@holds_for(OTHERS, 500, 100, elements=lengths, block_elements=block_sizes, ranks=st.integers(0, 9),
+           kind=st.sampled_from(["symmetrical", "equal", "half", "differ", "mixed"]),
+           scale=st.sampled_from([1.0, 1.0, 0.5, 1 / 3, 1 / 7, -2.5, 1e-40, 1e40, 0.0]),
+           apart=st.sampled_from([0, 1, 4, 13]), seed=seeds)
 def test_unpack_sum_is_that_of_the_reference_to_the_bit(compared: types.ModuleType, elements: int, block_elements: int,
                                                         ranks: int, kind: str, scale: float, apart: int,
                                                         seed: int) -> None:

@@ -17,7 +17,7 @@ from hvd_twobit.errors import PayloadError
 from hvd_twobit.kernels import Tallies, count_bits, counts_nbytes
 from hvd_twobit.residuals import ResidualRegistry
 
-from .backends import DEFINITION, compared_with_the_definition
+from .backends import DEFINITION, OTHERS, holds_for
 from .exchanges import encoded
 from .simulation import gradient
 
@@ -57,14 +57,12 @@ def test_a_code_01_is_told_and_has_the_digit_of_zero(backend: types.ModuleType) 
     assert words.tolist() == [[1] * 16]
 
 
-@compared_with_the_definition
-@given(words=st.integers(0, 70), ranks=st.sampled_from([1, 2, 3, 4, 7, 8, 16, 100]), planes=st.sampled_from([1, 2]),
-       all_there=st.booleans(), seed=st.integers(0, 2**32))
-@settings(deadline=None, max_examples=200)
-def test_counts_of_added_tallies_are_those_of_the_codes(compared: types.ModuleType, words: int, ranks: int,
+@holds_for(OTHERS, 200, 12, elements=st.integers(0, 70 * 16), ranks=st.sampled_from([1, 2, 3, 4, 7, 8, 16, 100]),
+           planes=st.sampled_from([1, 2]), all_there=st.booleans(), seed=st.integers(0, 2**32))
+def test_counts_of_added_tallies_are_those_of_the_codes(compared: types.ModuleType, elements: int, ranks: int,
                                                         planes: int, all_there: bool, seed: int) -> None:
     random = np.random.default_rng(seed)
-    tallies, bits = Tallies(ranks, planes), count_bits(ranks)
+    tallies, bits, words = Tallies(ranks, planes), count_bits(ranks), elements // 16
     contributors = ranks if all_there else int(random.integers(0, ranks + 1))
     packed = random.integers(0, 256, (contributors, 4 * words), np.uint8)
     packed |= (packed & 0x55) << 1  # no code 01

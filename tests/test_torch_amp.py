@@ -9,7 +9,6 @@ import pytest
 
 from .jobs import results_of, waits_for_the_job
 from .scenarios import torch_amp as scenario
-from .simulation import assert_same_bits, assert_same_state
 
 pytestmark = waits_for_the_job
 
@@ -44,12 +43,7 @@ def test_every_rank_skips_the_steps_in_which_one_overflows(name: str, results: l
 
 @pytest.mark.parametrize("name", scenario.CONFIGURATIONS)
 def test_training_equals_one_without_a_scaler_bit_for_bit(name: str, results: list[Any]) -> None:
-    weights, tensors = scenario.expected(name, len(results))
-    for rank, result in enumerate(results):
-        for step, (found, wanted) in enumerate(zip(result[name]["weights"], weights)):
-            for parameter in wanted:
-                assert_same_bits(found[parameter], wanted[parameter], f"step {step}, rank {rank}, {parameter}")
-    assert_same_state([result[name] for result in results], tensors, unit=results[0][name]["scale"])
+    scenario.assert_expected(name, [result[name] for result in results])
 
 
 def test_the_scale_both_fell_and_grew(results: list[Any]) -> None:

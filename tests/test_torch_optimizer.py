@@ -10,7 +10,7 @@ import pytest
 from .jobs import results_of, waits_for_the_job
 from .scenarios import torch_optimizer as scenario
 from .scenarios.allreduce import seen_by
-from .simulation import assert_same_bits, assert_same_state
+from .simulation import assert_same_bits
 
 pytestmark = waits_for_the_job
 
@@ -23,22 +23,12 @@ def results(request: pytest.FixtureRequest) -> list[Any]:
 
 @pytest.mark.parametrize("name", scenario.CONFIGURATIONS)
 def test_optimizer_equals_the_simulation_of_all_ranks_for_20_steps(name: str, results: list[Any]) -> None:
-    steps, tensors = scenario.expected(name, len(results))
-    for rank, result in enumerate(exchanging(name, results)):
-        result = result[name]
-        assert len(result["steps"]) == len(steps)
-        for number, (found, wanted) in enumerate(zip(result["steps"], steps)):
-            assert found.keys() == wanted.keys()
-            for key in wanted:
-                assert_same_bits(found[key], wanted[key], f"step {number}, rank {rank}, {key}")
-    compression = scenario.CONFIGURATIONS[name].compression
-    block_elements = compression.get("block_elements", 1024) if isinstance(compression, dict) else 1024
-    assert_same_state([result[name] for result in exchanging(name, results)], tensors, block_elements)
+    scenario.assert_expected(name, [result[name] for result in results])
 
 
 @pytest.mark.parametrize("name", scenario.CONFIGURATIONS)
 def test_all_ranks_hold_identical_weights_afterwards(name: str, results: list[Any]) -> None:
-    first, *others = [result[name]["steps"][-1] for result in exchanging(name, results)]
+    first, *others = [result[name]["steps"][-1] for result in scenario.exchanging(name, results)]
     for other in others:
         for key in first:
             if key.startswith("weight"):
@@ -57,8 +47,3 @@ def test_ranks_may_join_at_different_times_and_go_on_with_equal_levels(name: str
                 assert_same_bits(found[key], wanted[key], f"exchange {number}, rank {rank}, {key}")
         assert_same_bits(result[name]["residual"].reshape(-1), tensor.residuals[rank], f"residual, rank {rank}")
         assert_same_bits(result[name]["levels"], np.array(tensor.levels, np.float32), f"levels, rank {rank}")
-
-
-def exchanging(name: str, results: list[Any]) -> list[Any]:
-    """The results of the ranks that exchange gradients in a configuration."""
-    return results[:max(1, len(results) // 2)] if scenario.CONFIGURATIONS[name].subset else results

@@ -2,9 +2,10 @@
 
     horovodrun --gloo -np 2 python examples/pytorch/pytorch_synthetic_benchmark.py --twobit-allreduce
 
-It follows Horovod's benchmark of the same name, on CPUs. ResNet-50, -101 and -152 are defined here, so that torchvision
-is not needed; where it is installed, ``--model`` takes its classifiers too, such as vgg16. Run it between hosts, over
-the link that is in question: on one machine, where no link is in the way, compression has little to win.
+It follows Horovod's benchmark of the same name, on GPUs where PyTorch sees some. ResNet-50, -101 and -152 are defined
+here, so that torchvision is not needed; where it is installed, ``--model`` takes its classifiers too, such as vgg16.
+Run it between hosts, over the link that is in question: on one machine, where no link is in the way, compression has
+little to win.
 """
 
 import argparse
@@ -93,6 +94,7 @@ def parse_arguments():
                         help="number of batches per benchmark iteration")
     parser.add_argument("--num-iters", type=int, default=10, help="number of benchmark iterations")
     parser.add_argument("--num-threads", type=int, default=1, help="CPU threads of a rank")
+    parser.add_argument("--no-cuda", action="store_true", help="train on the CPU, also where there are GPUs")
     compression = parser.add_mutually_exclusive_group()
     compression.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
     compression.add_argument("--twobit-allreduce", action="store_true", help="send gradients as two bits an element")
@@ -114,6 +116,10 @@ def main():
 
     # Horovod: initialize library.
     hvd.init()
+    args.cuda = not args.no_cuda and torch.cuda.is_available()
+    if args.cuda:
+        # Horovod: pin GPU to local rank.
+        torch.cuda.set_device(hvd.local_rank())
     # Horovod: limit # of CPU threads to be used per worker.
     torch.set_num_threads(args.num_threads)
 
@@ -135,10 +141,14 @@ def main():
     # Horovod: broadcast parameters & optimizer state.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    if args.cuda:
+        model.cuda()  # Now and not before: a Horovod that was built without GPU operations broadcasts from the CPU.
 
     # One batch of fixed random data.
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
     labels = torch.randint(1000, (args.batch_size,))
+    if args.cuda:
+        images, labels = images.cuda(), labels.cuda()
 
     def benchmark_step():
         optimizer.zero_grad()

@@ -148,7 +148,7 @@ def check_hooks(front_end: FrontEnd, outcome: Outcome, installed: Sequence[str])
     if "framework" not in outcome.found:
         return Check(name, Status.SKIPPED, f"{front_end.label} was not imported")
     failure = outcome.failure
-    if failure is None:
+    if failure is None or "hooks" in outcome.found:
         return Check(name, Status.OK, f"horovod.{front_end.module} has the expected form, TwoBit's functions are in it")
     if failure.missing == "horovod":
         return Check(name, Status.SKIPPED, "Horovod is not installed")
@@ -164,7 +164,19 @@ def check_gpu(outcomes: Mapping[FrontEnd, Outcome]) -> Check:
     with_gpus = [f"{label}: {', '.join(gpus)}" for label, gpus in seen.items() if gpus]
     if not with_gpus:
         return Check("GPU", Status.OK, "none seen; none is needed")
-    return Check("GPU", Status.OK, f"{'; '.join(with_gpus)}. Gradients pass through the CPU, which compresses them")
+    text = "; ".join(with_gpus)
+    tried = [outcome.found["devices"] for outcome in outcomes.values() if "devices" in outcome.found]
+    devices = tried[0] if tried else {"unusable": {}}
+    reasons = [f"{device}: {reason}" for device, reason in devices["unusable"].items() if reason]
+    reasons += [outcome.failure.error for outcome in outcomes.values()
+                if outcome.failure is not None and outcome.failure.step == "devices"]
+    if not devices["unusable"] and not reasons:
+        return Check("GPU", Status.OK, f"{text}. Gradients pass through the CPU, which compresses them")
+    if reasons:
+        return Check("GPU", Status.WARNING, f"{text}. PyTorch's gradients pass through the CPU, which compresses them: "
+                                            f"{'; '.join(reasons)}", remedies.TRITON)
+    sent = "from there, by NCCL" if devices["sends"] else "from pinned host memory, as Horovod was built without NCCL"
+    return Check("GPU", Status.OK, f"{text}. PyTorch's gradients are compressed there and sent {sent}")
 
 
 def check_self_test(front_end: FrontEnd, ranks: Sequence[Outcome], controller: str) -> Check:

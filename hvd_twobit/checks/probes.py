@@ -83,10 +83,21 @@ def _hooks(front_end: str) -> None:
     importlib.import_module(f"hvd_twobit.{front_end}")
 
 
+def _torch_devices() -> dict[str, Any]:
+    """Of each CUDA device, why gradients cannot be compressed there, or nothing; and whether they are sent from it."""
+    import torch
+
+    from ..torch.placement import horovod_takes, trial
+    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    return {"unusable": {str(device): trial(device) for device in devices},
+            "sends": all(horovod_takes(device) for device in devices)}
+
+
 PROBES: dict[str, Mapping[str, Callable[[], Any]]] = {
     "kernels": kernels.STEPS,
     "horovod": {"import": _horovod},
-    "torch": {"framework": _torch, "extension": lambda: _built("torch"), "hooks": lambda: _hooks("torch")},
+    "torch": {"framework": _torch, "extension": lambda: _built("torch"), "hooks": lambda: _hooks("torch"),
+              "devices": _torch_devices},
     "tensorflow": {"framework": _tensorflow, "keras": _keras, "extension": lambda: _built("tensorflow"),
                    "hooks": lambda: _hooks("tensorflow")},
 }

@@ -15,6 +15,8 @@ KERAS = ("set TF_USE_LEGACY_KERAS=1 in the environment of every rank and pip ins
          "or use TensorFlow 2.15: Horovod 0.28.1 does not exchange the gradients of Keras 3's optimizers")
 KERNELS = ("pip install --force-reinstall numba llvmlite numpy; if that does not help, report it with this output: "
            "training would compute something else")
+TRITON = ("pip install \"hvd_twobit[gpu]\"; Triton also needs a C compiler, and a GPU that it knows. "
+          "HVD_TWOBIT_KERNELS=numba says that the CPU shall compress, and nothing is told")
 HOST_NAME = "add the name to the line 127.0.0.1 of /etc/hosts: Horovod 0.28.1's ranks end in a segmentation fault else"
 ONE_PROCESS = ("start programs with the horovodrun of this Horovod, python -m horovod.runner.launch -np 2 ..., and no "
                "other launcher; with one process nothing is exchanged, and nothing compressed")

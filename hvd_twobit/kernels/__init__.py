@@ -298,15 +298,26 @@ def check_tallies_arguments(packed: np.ndarray, tallies: Tallies, words: np.ndar
 def check_unpack_tallies_arguments(words: np.ndarray, tallies: Tallies, contributors: int, bits: int,
                                    counts: np.ndarray) -> None:
     """Raise ValueError unless the arrays of ``unpack_tallies`` fit each other, and counts can tell of all ranks."""
+    check_tallied(tallies, contributors, bits, len(counts))
+    codes = counts.shape[-1] // counts_nbytes(1, bits)
+    _check_rows("counts", counts, counts_nbytes(codes, bits))
+    _check_array("words", words, np.uint32, (tallies.planes, tallies.integers(codes)))
+
+
+def check_tallied(tallies: Tallies, contributors: int, bits: int, planes: int) -> None:
+    """Raise ValueError unless so many ranks can have added tallies up, and such counts tell of all ranks."""
     if bits not in COUNT_BITS or bits < count_bits(tallies.ranks):
         raise ValueError(f"counts of {tallies.ranks} ranks cannot have {bits} bits")
     if not 0 <= contributors <= tallies.ranks:
         raise ValueError(f"{contributors} of {tallies.ranks} ranks cannot have contributed")
-    codes = counts.shape[-1] // counts_nbytes(1, bits)
-    _check_rows("counts", counts, counts_nbytes(codes, bits))
-    if counts.shape[0] != tallies.planes:
-        raise ValueError(f"counts has {counts.shape[0]} planes, but tallies have {tallies.planes}")
-    _check_array("words", words, np.uint32, (tallies.planes, tallies.integers(codes)))
+    if planes != tallies.planes:
+        raise ValueError(f"counts has {planes} planes, but tallies have {tallies.planes}")
+
+
+def check_symmetry(levels: np.ndarray, digits: Digits) -> None:
+    """Raise ValueError unless levels, float32[blocks, 2], are each other's negative where digits take them for that."""
+    if digits.symmetric and not np.array_equal(levels[:, 1], -levels[:, 0], equal_nan=True):
+        raise ValueError("levels are not symmetric, but the digits are")
 
 
 def check_planes(planes: int) -> None:
@@ -337,8 +348,7 @@ def check_unpack_digits_arguments(words: np.ndarray, digits: Digits, levels: np.
     _check_array("out", out, np.float32, (out.size,))
     _check_array("words", words, np.float64, (digits.word_count(out.size),))
     _check_array("levels", levels, np.float32, (block_count(out.size, block_elements), 2))
-    if digits.symmetric and not np.array_equal(levels[:, 1], -levels[:, 0], equal_nan=True):
-        raise ValueError("levels are not symmetric, but the digits are")
+    check_symmetry(levels, digits)
 
 
 def check_block_elements(block_elements: int) -> None:

@@ -1,7 +1,8 @@
 """Where the runs of a payload lie, on the device: what one launch of the Triton backend for many tensors needs.
 
 Nobody waits for a launch, and gradients have new addresses at every step. So addresses go to the device through pinned
-memory, by a copy that is queued before the kernel, and neither memory is written again before the device has passed both.
+memory, by a copy that is queued before the kernel, and neither memory is written again before the device has passed
+both.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class Addresses:
 
     def acquire(self, addresses: list[int]) -> bool:
         """Upload others, unless what used the ones before is not over, or not even launched."""
-        if self._used or len(addresses) != len(self._on_host) or not self._event.query():
+        if self._used or len(addresses) != len(self.table) or self._event is None or not self._event.query():
             return False
         self._used = True
         self._upload(addresses)

@@ -5,10 +5,10 @@ column, so that a thread holds four consecutive elements, one access of 16 bytes
 span are a program's is looked up in tables that ``runs.py`` made, or, where there is one run only, follows from the
 program's number.
 
-What all programs keep to, as results are those of ``reference.py`` to the bit: sums of floats are added in the order that
-is written here, never by a reduction whose order the compiler chooses (but for two numbers, or where all numbers but one
-are zero); nothing multiplies and adds in one rounding (``enable_fp_fusion=False``), flushes subnormal numbers or
-rounds a ``scale``, which is float64, to float32.
+What all programs keep to, as results are those of ``reference.py`` to the bit: sums of floats are added in the order
+that is written here, never by a reduction whose order the compiler chooses (but for two numbers, or where all numbers
+but one are zero); nothing multiplies and adds in one rounding (``enable_fp_fusion=False``), flushes subnormal numbers
+or rounds a ``scale``, which is float64, to float32.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import triton.language as tl
 WORD = tl.constexpr(16)  # ELEMENTS_PER_WORD
 CHUNK = tl.constexpr(1024)  # SUM_CHUNK_ELEMENTS
 SPAN_WORDS = tl.constexpr(256)  # of a program that unpacks
+AT_ONCE = tl.constexpr(4)  # words of a row whose loads are under way together
 TILE_WORDS = tl.constexpr(64)  # of a tile that is unpacked
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
@@ -75,54 +76,30 @@ def shifts(columns):
 # ---- quantize_pack --------------------------------------------------------------------------------------------------
 
 @triton.jit
-def _loaded(gradient, residual, at, limits, WHOLE: tl.constexpr):
-    """A tile of both, 0 from ``limits`` on."""
-    if WHOLE:
-        return tl.load(gradient + at), tl.load(residual + at)
-    else:
-        inside = at < limits
-        return tl.load(gradient + at, mask=inside, other=0.0), tl.load(residual + at, mask=inside, other=0.0)
-
-
-@triton.jit
-def _quantize_tile(loaded, residuals, at, limits, thresholds, levels, word, words, selected, silent,
-                   WHOLE: tl.constexpr, SUMS: tl.constexpr, SILENT: tl.constexpr):
+def _quantize_tile(loaded, residuals, at, inside, thresholds, levels):
     """Quantize one word per row.
 
     Args:
         loaded: gradient and residual, float32[ROWS, 16].
         residuals, at: pointer and offsets of what is overwritten with the new residual.
+        inside: which elements are there.
         thresholds, levels: the positive and the negative one.
-        word: number of the word among the 16 of ``words``.
 
     Returns:
-        ``words`` i32[ROWS, 16] with that word in its column, and the lanes of both sums with its magnitudes added.
+        The words, i32[ROWS]; the magnitudes of what was selected and of the new residual, 0 elsewhere.
     """
     gradient, residual = loaded
     total = residual + gradient
     magnitude = tl.abs(total)
     finite = magnitude <= FLOAT32_MAX
-    positive = finite & (total >= thresholds[0])
-    negative = finite & (total <= thresholds[1])
-    if not WHOLE:
-        inside = at < limits
-        positive = positive & inside
-        negative = negative & inside
+    positive = finite & (total >= thresholds[0]) & inside
+    negative = finite & (total <= thresholds[1]) & inside
     kept = tl.where(positive, total - levels[0], tl.where(negative, total - levels[1], total))
     kept = tl.where(finite, kept, residual)
+    tl.store(residuals + at, kept, mask=inside)
     codes = tl.where(positive, 3, tl.where(negative, 2, tl.where(finite, 0, 1)))
-    if WHOLE:
-        tl.store(residuals + at, kept)
-    else:
-        tl.store(residuals + at, kept, mask=inside)
-    columns = tl.arange(0, 16)[None, :]
-    packed = tl.sum(codes << shifts(columns), axis=1)
-    words = tl.where(columns == word, packed[:, None], words)
-    if SUMS:
-        selected += tl.where(positive | negative, magnitude, 0.0)
-    if SILENT:
-        silent += tl.abs(kept)
-    return words, selected, silent
+    words = tl.sum(codes << shifts(tl.arange(0, 16))[None, :], axis=1)
+    return words, tl.where(positive | negative, magnitude, 0.0), tl.abs(kept)
 
 
 @triton.jit
@@ -135,53 +112,62 @@ def _ones(words):
 
 
 @triton.jit
-def _quantize_rows(gradient, residual, packed, offsets, limits, row_words, thresholds, levels,
-                   ROWS: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, SUMS: tl.constexpr,
-                   SILENT: tl.constexpr):
-    """Quantize ``row_words`` words of each row, in their order.
+def _quantize_rows(gradients, residuals, packed, offsets, limits, last_words, thresholds, levels, ROWS: tl.constexpr,
+                   STEP: tl.constexpr, SUMS: tl.constexpr, SILENT: tl.constexpr):
+    """Quantize rows word by word.
 
     Args:
-        gradient, residual, packed: where the program's elements and words begin.
+        gradients, residuals, packed: pointers to the program's first elements and word.
         offsets: i32[ROWS], the first element of each row.
-        limits: i32[ROWS], the element before which each row ends.
+        limits: i32[ROWS], where the whole words of each row end, in elements.
+        last_words: i32[ROWS], how many elements the word has that begins there; 0: there is none.
         thresholds, levels: the positive and the negative one.
         STEP: elements from a word of a row to the next.
-        WHOLE: no row ends before its last word, and their number is a multiple of 16.
 
     Returns:
-        How many elements were selected, i32[ROWS], and the lanes, float32[ROWS, 16], of two sums: of the magnitudes that
-        were selected, and of all magnitudes of the new residual. A sum that was not asked for is zero.
+        How many elements were selected, i32[ROWS], and the lanes, float32[ROWS, 16], of two sums: of the magnitudes
+        that were selected, and of all magnitudes of the new residual. A sum that was not asked for is zero.
     """
     columns = tl.arange(0, 16)[None, :]
-    offsets = offsets[:, None]
-    limits = limits[:, None]
     selected = tl.zeros([ROWS, 16], tl.float32)
     silent = tl.zeros([ROWS, 16], tl.float32)
-    counts = tl.zeros([ROWS, 16], tl.int32)
-    for first in range(0, row_words, 16):
+    counts = offsets * 0
+    for first in range(0, tl.cdiv(tl.max(limits - offsets), STEP), 16):
         words = tl.zeros([ROWS, 16], tl.int32)
-        for word in range(0, 16 if WHOLE else tl.minimum(row_words - first, 16), 4):
-            # Four words are on their way before the first is stored: nothing tells the compiler that it may do so.
-            at = offsets + (first + word) * STEP + columns
-            tile0 = _loaded(gradient, residual, at, limits, WHOLE)
-            tile1 = _loaded(gradient, residual, at + STEP, limits, WHOLE)
-            tile2 = _loaded(gradient, residual, at + 2 * STEP, limits, WHOLE)
-            tile3 = _loaded(gradient, residual, at + 3 * STEP, limits, WHOLE)
-            words, selected, silent = _quantize_tile(tile0, residual, at, limits, thresholds, levels, word, words,
-                                                     selected, silent, WHOLE, SUMS, SILENT)
-            words, selected, silent = _quantize_tile(tile1, residual, at + STEP, limits, thresholds, levels, word + 1,
-                                                     words, selected, silent, WHOLE, SUMS, SILENT)
-            words, selected, silent = _quantize_tile(tile2, residual, at + 2 * STEP, limits, thresholds, levels,
-                                                     word + 2, words, selected, silent, WHOLE, SUMS, SILENT)
-            words, selected, silent = _quantize_tile(tile3, residual, at + 3 * STEP, limits, thresholds, levels,
-                                                     word + 3, words, selected, silent, WHOLE, SUMS, SILENT)
+        for word in range(0, 16, AT_ONCE):
+            # All loads before the first store: nothing tells the compiler that it may change their order.
+            loaded = ()
+            for i in tl.static_range(AT_ONCE):
+                starts = (offsets + (first + word + i) * STEP)[:, None]
+                gradient = tl.load(gradients + (starts + columns), mask=starts < limits[:, None], other=0.0)
+                residual = tl.load(residuals + (starts + columns), mask=starts < limits[:, None], other=0.0)
+                loaded = loaded + ((gradient, residual),)
+            for i in tl.static_range(AT_ONCE):
+                starts = (offsets + (first + word + i) * STEP)[:, None]
+                tile, of_selected, of_residual = _quantize_tile(loaded[i], residuals, starts + columns,
+                                                                starts < limits[:, None], thresholds, levels)
+                words = tl.where(columns == word + i, tile[:, None], words)
+                if SUMS:
+                    selected += of_selected
+                if SILENT:
+                    silent += of_residual
+        counts += tl.sum(_ones(words), axis=1)
+        starts = offsets[:, None] + (first + columns) * STEP
+        tl.store(packed + starts // WORD, words, mask=starts < limits[:, None])
+    if tl.max(last_words) > 0:
+        at = limits[:, None] + columns
+        inside = columns < last_words[:, None]
+        gradient = tl.load(gradients + at, mask=inside, other=0.0)
+        residual = tl.load(residuals + at, mask=inside, other=0.0)
+        words, of_selected, of_residual = _quantize_tile((gradient, residual), residuals, at, inside, thresholds,
+                                                         levels)
+        tl.store(packed + limits // WORD, words, mask=last_words > 0)
         counts += _ones(words)
-        starts = offsets + (first + columns) * STEP
-        if WHOLE:
-            tl.store(packed + starts // WORD, words)
-        else:
-            tl.store(packed + starts // WORD, words, mask=starts < limits)
-    return tl.sum(counts, axis=1), selected, silent
+        if SUMS:
+            selected += of_selected
+        if SILENT:
+            silent += of_residual
+    return counts, selected, silent
 
 
 @triton.jit
@@ -216,25 +202,27 @@ def _start_of(row, block_elements, rows_per_block, ONE_BLOCK: tl.constexpr):
 def quantize(only_gradient, only_residual, elements: tl.int64, programs, runs, addresses, run_count: tl.int64, packed,
              positive_thresholds, negative_thresholds, positive_levels, negative_levels, sums, silents, counts,
              run_counts, block_elements: tl.int64, rows_per_block: tl.int64, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
-             ONE_BLOCK: tl.constexpr, TIDY: tl.constexpr, TABLE: tl.constexpr):
-    """Quantize and pack a span of ``ROWS`` rows. A row is a chunk that ``selected_sum`` adds in lanes: 1024 elements, or
-    what is left of a block.
+             ONE_BLOCK: tl.constexpr, TABLE: tl.constexpr):
+    """Quantize and pack a span of ``ROWS`` rows. A row is a chunk that ``selected_sum`` adds in lanes: 1024 elements,
+    or what is left of a block.
 
     Args:
         only_gradient, only_residual, elements: the only run; or, of many runs,
-        programs, runs, addresses, run_count: see ``place_of_program``; addresses of all gradients, then of all residuals.
+        programs, runs, addresses, run_count: see ``place_of_program``; the gradients' addresses, then the residuals'.
         packed: bytes of the words of all runs.
         positive_thresholds, negative_thresholds, positive_levels, negative_levels: float32, per block of all runs.
-        sums, silents, counts: float32, float32 and i32, per row of all runs; or None where no sums are made, or only those
-            of what was selected.
+        sums, silents, counts: float32, float32 and i32, per row of all runs; or None where no sums are made, or only
+            those of what was selected.
         run_counts: i64[runs], to which the number of selected elements is added; or None.
         block_elements, rows_per_block: of a whole block.
         ONE_BLOCK: each run is one block, whatever these say.
-        TIDY: all rows of whole blocks have the same number of words, a multiple of 16.
         TABLE: a block is one row, and ``sums`` a block table, in bytes, that has silents and counts as well.
     """
     SUMS: tl.constexpr = sums is not None
     SILENT: tl.constexpr = TABLE or silents is not None
+    # Where nothing is added row by row, a tile has words that lie side by side.
+    SIDE_BY_SIDE: tl.constexpr = ONE_BLOCK and not SUMS
+    STEP: tl.constexpr = ROWS * WORD if SIDE_BY_SIDE else WORD
     run, span, elements, words_before, blocks_before, rows_before = place_of_program(elements, programs, runs)
     _, begin = _start_of(span * ROWS, block_elements, rows_per_block, ONE_BLOCK)
     begin = tl.multiple_of(begin, 16)
@@ -242,29 +230,25 @@ def quantize(only_gradient, only_residual, elements: tl.int64, programs, runs, a
     residual = floats_of_run(only_residual, addresses, run_count + run, ALIGNED) + begin
     packed = integers(packed) + words_before + begin // WORD
     row = span * ROWS + tl.arange(0, ROWS)
-    there = row * 0 == 0
+    there = row == row
     block = blocks_before
-    if ONE_BLOCK and not SUMS:
-        # Nothing is added in the order of rows, so that the words of a tile may be those that lie side by side.
-        STEP: tl.constexpr = ROWS * WORD
+    if SIDE_BY_SIDE:
         offsets = tl.arange(0, ROWS) * WORD
-        limits = offsets * 0 + tl.minimum(elements - begin, ROWS * CHUNK).to(tl.int32)
-        whole = elements - begin >= ROWS * CHUNK
+        length = tl.minimum(elements - begin, ROWS * CHUNK).to(tl.int32)
+        limits = length // WORD * WORD + offsets * 0
+        last_words = tl.where(offsets == 0, length % WORD, 0)
     else:
-        STEP: tl.constexpr = WORD
         blocks, starts = _start_of(row, block_elements, rows_per_block, ONE_BLOCK)
         stops = tl.minimum(starts + CHUNK, elements)
         if not ONE_BLOCK:
             stops = tl.minimum(stops, (blocks + 1) * block_elements)
-        offsets = (starts - begin).to(tl.int32)
-        limits = (stops - begin).to(tl.int32)
-        row_elements = CHUNK if ONE_BLOCK else tl.minimum(block_elements, CHUNK)
-        whole = TIDY and tl.min(stops - starts) == row_elements
-        there = (starts < elements) | (row == 0)
-        if not ONE_BLOCK:
             block = blocks_before + blocks
+        there = (starts < elements) | (row == 0)
+        offsets = (starts - begin).to(tl.int32)
+        lengths = tl.maximum(stops - starts, 0).to(tl.int32)
+        limits = offsets + lengths // WORD * WORD
+        last_words = lengths % WORD
     offsets = tl.multiple_of(offsets, 16)
-    row_words = tl.cdiv(tl.max(limits - offsets), STEP)
     if ONE_BLOCK:
         thresholds = (tl.load(positive_thresholds + block), tl.load(negative_thresholds + block))
         levels = (tl.load(positive_levels + block), tl.load(negative_levels + block))
@@ -273,12 +257,8 @@ def quantize(only_gradient, only_residual, elements: tl.int64, programs, runs, a
                       tl.load(negative_thresholds + block, mask=there, other=0.0)[:, None])
         levels = (tl.load(positive_levels + block, mask=there, other=0.0)[:, None],
                   tl.load(negative_levels + block, mask=there, other=0.0)[:, None])
-    if whole:
-        count, selected, silent = _quantize_rows(gradient, residual, packed, offsets, limits, row_words, thresholds,
-                                                 levels, ROWS, STEP, True, SUMS, SILENT)
-    else:
-        count, selected, silent = _quantize_rows(gradient, residual, packed, offsets, limits, row_words, thresholds,
-                                                 levels, ROWS, STEP, False, SUMS, SILENT)
+    count, selected, silent = _quantize_rows(gradient, residual, packed, offsets, limits, last_words, thresholds,
+                                             levels, ROWS, STEP, SUMS, SILENT)
     if run_counts is not None:
         tl.atomic_add(run_counts + run, tl.sum(count).to(tl.int64), sem="relaxed")
     if SUMS:
@@ -296,8 +276,8 @@ def quantize(only_gradient, only_residual, elements: tl.int64, programs, runs, a
 def _sum_in_order(values, first, last, TILE: tl.constexpr):
     """Sum of ``values[first:last]``, float32 and not negative, as if they were added one after the other in float64.
 
-    While a sum of multiples of u stays below 2**53 * u, no addition rounds, and their order is free. So all are added as
-    it is fastest, and in order only if the sum is too large for the last place of the smallest one.
+    While a sum of multiples of u stays below 2**53 * u, no addition rounds, and their order is free. So all are added
+    as it is fastest, and in order only if the sum is too large for the last place of the smallest one.
     """
     total = tl.zeros((), tl.float64)
     lowest = tl.full((), 255, tl.int32)
@@ -372,7 +352,7 @@ def _store(out, values, left):
 
 @triton.jit
 def _blocks_of_tile(word, words_left, words_per_block, UNIFORM: tl.constexpr):
-    """The block of a tile that begins with ``word`` or, as a column, of each of its words (beyond the last, of the last)."""
+    """The block of a tile that begins with ``word`` or, as a column, of each of its words; beyond the last, of that."""
     if UNIFORM:
         return word // words_per_block
     else:
@@ -421,7 +401,7 @@ def _decoded(packed, words, inside, levels, scale):
 
 @triton.jit
 def _summed(packed, rank_stride, ranks, words, inside, levels, levels_stride, scale):
-    """The sum of the codes of all ranks times their levels, scaled; ``levels`` as for ``_decoded``, of the first rank."""
+    """The sum of all ranks' codes times their levels, scaled; ``levels`` as for ``_decoded``, of the first rank."""
     positive_level = tl.load(levels)
     negative_level = tl.load(levels + 1)
     differ = tl.where((positive_level == positive_level) & (negative_level == negative_level), 0, 1)
@@ -443,8 +423,8 @@ def _summed(packed, rank_stride, ranks, words, inside, levels, levels_stride, sc
 
 
 @triton.jit
-def unpack(only_out, elements: tl.int64, programs, runs, addresses, packed, rank_stride: tl.int64, ranks: tl.int32, levels,
-           levels_stride: tl.int64, words_per_block: tl.int32, scale: tl.float64, ALIGNED: tl.constexpr,
+def unpack(only_out, elements: tl.int64, programs, runs, addresses, packed, rank_stride: tl.int64, ranks: tl.int32,
+           levels, levels_stride: tl.int64, words_per_block: tl.int32, scale: tl.float64, ALIGNED: tl.constexpr,
            UNIFORM: tl.constexpr, SINGLE: tl.constexpr):
     """Overwrite a span with the scaled sum of the ranks' codes times their levels.
 
@@ -471,14 +451,15 @@ def unpack(only_out, elements: tl.int64, programs, runs, addresses, packed, rank
         if SINGLE:
             values = _decoded(packed, first + rows, inside, levels + 2 * blocks, scale)
         else:
-            values = _summed(packed, rank_stride, ranks, first + rows, inside, levels + 2 * blocks, levels_stride, scale)
+            values = _summed(packed, rank_stride, ranks, first + rows, inside, levels + 2 * blocks, levels_stride,
+                             scale)
         _store(out + first * WORD, values, left - first * WORD)
 
 
 # ---- counts of codes ------------------------------------------------------------------------------------------------
 
 @triton.jit
-def _store_counts(counts, values, words, inside, BITS: tl.constexpr):
+def store_counts(counts, values, words, inside, BITS: tl.constexpr):
     """Store a tile of i32 as counts of so many bits."""
     PER_INTEGER: tl.constexpr = 32 // BITS
     INTEGERS: tl.constexpr = BITS // 2
@@ -512,8 +493,8 @@ def count(packed, rank_stride: tl.int64, ranks: tl.int32, words: tl.int64, count
     if PLANES == 1:
         positives -= negatives
     else:
-        _store_counts(counts + plane_stride, tl.where(not_finite > 0, LOWEST, negatives), rows, inside, BITS)
-    _store_counts(counts, tl.where(not_finite > 0, LOWEST, positives), rows, inside, BITS)
+        store_counts(counts + plane_stride, tl.where(not_finite > 0, LOWEST, negatives), rows, inside, BITS)
+    store_counts(counts, tl.where(not_finite > 0, LOWEST, positives), rows, inside, BITS)
 
 
 @triton.jit

@@ -1,15 +1,16 @@
 """The kernels in Triton: gradients are compressed on the GPU where they are. Bit-equal to ``reference.py``.
 
-Functions take torch tensors where the interface has arrays, all on one device: int32 where it has uint32 (the bits are the
-same), and a ``Quantizer`` of tensors. They launch on the current stream and do not wait for the device; what they return
-is on the device too. ``quantize_pack_runs``, ``unpack_sum_runs`` and ``unpack_counts_runs`` do for all runs of a payload,
-in one launch, what ``quantize_pack``, ``unpack_sum`` and ``unpack_counts`` do for one tensor, by the same programs
-(``tiles.py``; digits of integers and doubles are in ``tile_digits.py``). This file checks arguments and launches.
+Functions take torch tensors where the interface has arrays, all on one device: int32 where it has uint32 (the bits are
+the same), and a ``Quantizer`` of tensors. They launch on the current stream and do not wait for the device; what they
+return is on the device too. ``quantize_pack_runs``, ``unpack_sum_runs`` and ``unpack_counts_runs`` do for all runs of a
+payload, in one launch, what ``quantize_pack``, ``unpack_sum`` and ``unpack_counts`` do for one tensor, by the same
+programs (``tiles.py``; digits of integers and doubles are in ``tile_digits.py``). This file checks arguments and
+launches.
 
-Fastest where tensors of float32 are aligned to 16 bytes, and blocks are of 1024 elements or a multiple. Codes, counts and
-words that are not aligned to 4 bytes go through a copy.
+Fastest where tensors of float32 are aligned to 16 bytes, and blocks are of 1024 elements or a multiple. Codes, counts
+and words that are not aligned to 4 bytes go through a copy.
 
-Without a GPU, TRITON_INTERPRET=1 in the environment, set before this module is imported, runs all on tensors of the CPU.
+Without a GPU: TRITON_INTERPRET=1 in the environment, before this module is imported, runs all on tensors of the CPU.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ import torch
 from . import (
     COUNT_BITS,
     ELEMENTS_PER_WORD,
-    SUM_CHUNK_ELEMENTS,
     Digits,
     Quantizer,
     Tallies,
     block_count,
     check_block_elements,
     check_planes,
+    check_symmetry,
+    check_tallied,
     count_bits,
     counts_nbytes,
     packed_nbytes,
+    tile_digits,
     tiles,
 )
 from .runs import SPAN_ROWS, SPAN_WORDS, Rows, Runs
@@ -77,7 +80,7 @@ def quantize_pack(gradient: torch.Tensor, residual: torch.Tensor, packed: torch.
     _launch(tiles.quantize, -(-rows.total // SPAN_ROWS), device,
             gradient, residual, elements, None, None, None, 0, words, *of_blocks, sums, None, counts, None,
             rows.block_elements, rows.per_block, ROWS=SPAN_ROWS, ALIGNED=_are_aligned(gradient, residual),
-            ONE_BLOCK=rows.one_block, TIDY=_is_tidy(rows.one_block, rows.block_elements), TABLE=False)
+            ONE_BLOCK=rows.one_block, TABLE=False)
     if rows.per_block > 1:
         _launch(tiles.add_rows, rows.blocks, device, sums, None, counts, None, rows.total, rows.per_block,
                 selected_sum, selected_count, TABLE=False, TILE=_SUM_TILE)
@@ -126,14 +129,14 @@ def quantize_pack_runs(runs: Runs, gradients: Sequence[torch.Tensor], residuals:
             None, None, 0, runs.row_programs, runs.table, addresses.table, len(gradients), words, *of_blocks,
             sums, silents, counts, selected, runs.block_elements, Rows(runs.block_elements, 0).per_block,
             ROWS=SPAN_ROWS, ALIGNED=_are_aligned(*gradients, *residuals), ONE_BLOCK=one_block,
-            TIDY=_is_tidy(one_block, runs.block_elements), TABLE=table is not None and direct)
+            TABLE=table is not None and direct)
     addresses.release()
     if table is not None and not direct:
         _launch(tiles.add_rows, runs.blocks, device, sums, silents, counts, runs.first_rows, 0, 0, entries, None,
                 TABLE=True, TILE=_SUM_TILE)
     if words is not packed:
         packed.copy_(words)
-    if table is not None and entries is not table:
+    if table is not None and entries is not None and entries is not table:
         table.copy_(entries)
     return selected
 
@@ -284,6 +287,105 @@ def _weigh(programs: int, device: torch.device, out: torch.Tensor | None, elemen
             UNIFORM=_is_uniform(block_elements), BITS=bits, PLANES=len(planes))
 
 
+def pack_tallies(packed: torch.Tensor, tallies: Tallies, words: torch.Tensor) -> torch.Tensor:
+    """Overwrite ``words`` with the digits of packed codes; see ``reference.pack_tallies``.
+
+    Args:
+        packed: uint8[4 * n].
+        tallies: see ``Tallies``.
+        words: int32[tallies.planes, tallies.integers(n)].
+
+    Returns:
+        Whether code 01 is among the codes: bool[], on the device.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
+    """
+    device, codes = packed.device, packed.numel() // 4
+    _check("packed", packed, torch.uint8, (4 * codes,), device)
+    _check("words", words, torch.int32, (tallies.planes, tallies.integers(codes)), device)
+    found = torch.zeros((), dtype=torch.uint8, device=device)
+    _launch(tile_digits.tally, _tiles_of_groups(words.shape[1]), device, _word_aligned(packed, copied=True), codes,
+            tallies.per_integer, tallies.radix, words, words.stride(0), found, PLANES=tallies.planes)
+    return found.view(torch.bool)
+
+
+def unpack_tallies(words: torch.Tensor, tallies: Tallies, contributors: int, bits: int, counts: torch.Tensor) -> None:
+    """Overwrite ``counts`` with those of the codes whose digits were added up; see ``reference.unpack_tallies``.
+
+    Args:
+        words: int32[tallies.planes, tallies.integers(n)].
+        tallies: those of ``pack_tallies``.
+        contributors: number of ranks whose words were added.
+        bits: bits of a count.
+        counts: uint8[tallies.planes, 2 * bits * n], overwritten; rows may lie apart.
+
+    Raises:
+        ValueError: the tensors do not fit each other, or the bits are too few for the ranks.
+    """
+    check_tallied(tallies, contributors, bits, len(counts))
+    device, codes = words.device, counts.shape[-1] // counts_nbytes(1, bits)
+    _check_rows("counts", counts, counts_nbytes(codes, bits), device)
+    _check("words", words, torch.int32, (tallies.planes, tallies.integers(codes)), device)
+    into = _word_aligned(counts)
+    for plane in range(tallies.planes):
+        _launch(tile_digits.count_tallies, _tiles_of_groups(words.shape[1]), device, words[plane], codes,
+                tallies.per_integer, tallies.radix, tallies.multiplier, tallies.shift,
+                contributors if tallies.planes == 1 else 0, into[plane], BITS=bits)
+    if into is not counts:
+        counts.copy_(into)
+
+
+def pack_digits(packed: torch.Tensor, digits: Digits, words: torch.Tensor) -> None:
+    """Overwrite ``words`` with the digits of packed codes.
+
+    Args:
+        packed: uint8[4 * ceil(n / 16)].
+        digits: see ``Digits``.
+        words: float64[digits.word_count(n)], overwritten with whole numbers, or NaN where code 01 is among them.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
+    """
+    device = packed.device
+    if packed.numel() % 4:
+        raise ValueError(f"packed is of {packed.numel()} bytes, but codes fill whole words of 4 bytes")
+    _check("packed", packed, torch.uint8, (packed.numel(),), device)
+    _check("words", words, torch.float64, (digits.word_count(4 * packed.numel()),), device)
+    _launch(tile_digits.push_digits, _tiles_of_groups(words.numel()), device, _word_aligned(packed, copied=True),
+            packed.numel() // 4, digits.per_word, float(digits.radix), float(digits.negative), words)
+
+
+def unpack_digits(words: torch.Tensor, digits: Digits, divisor: float, levels: torch.Tensor, block_elements: int,
+                  out: torch.Tensor, scale: float = 1.0) -> None:
+    """Overwrite ``out`` with the sum of levels that the sum of the ranks' words tells, then scaled.
+
+    Args:
+        words: float64[digits.word_count(n)]: what the ranks' words add up to, times ``divisor``.
+        digits: those of ``pack_digits``.
+        divisor: what is taken out of the words before they are rounded to whole numbers.
+        levels: float32[blocks, 2], the positive and the negative level.
+        block_elements: elements of a block, a multiple of 16.
+        out: float32[n], overwritten.
+        scale: what the float32 sum is multiplied by, in float64 and rounded to float32 once.
+
+    Raises:
+        ValueError: the tensors do not fit each other, or (on the CPU: a GPU would have to be waited for) levels are not
+            symmetric but the digits are.
+    """
+    check_block_elements(block_elements)
+    elements, device = out.numel(), out.device
+    _check("out", out, torch.float32, (elements,), device)
+    _check("words", words, torch.float64, (digits.word_count(elements),), device)
+    _check("levels", levels, torch.float32, (block_count(elements, block_elements), 2), device)
+    if device.type == "cpu":
+        check_symmetry(levels.numpy(), digits)
+    middles = sum(digits.middle * digits.radix ** digit for digit in range(digits.per_word))
+    _launch(tile_digits.pop_digits, _tiles_of_groups(words.numel()), device, words, elements, digits.per_word,
+            float(digits.radix), 1 / digits.radix, float(digits.negative), float(digits.middle), float(middles),
+            float(divisor), levels, _words_per_block(block_elements), out, float(scale), SYMMETRIC=digits.symmetric)
+
+
 # ---- launching ------------------------------------------------------------------------------------------------------
 
 def _launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
@@ -315,14 +417,14 @@ def _are_aligned(*tensors: torch.Tensor) -> bool:
     return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
-def _is_tidy(one_block: bool, block_elements: int) -> bool:
-    """Whether all rows of whole blocks have the same number of words, a multiple of 16."""
-    return one_block or block_elements % SUM_CHUNK_ELEMENTS == 0 or block_elements in (256, 512, 768)
-
-
 def _is_uniform(block_elements: int) -> bool:
     """Whether no tile that is unpacked is of two blocks."""
     return block_elements % (_TILE_WORDS * ELEMENTS_PER_WORD) == 0
+
+
+def _tiles_of_groups(numbers: int) -> int:
+    """Tiles of so many numbers, 16 in a group."""
+    return -(-numbers // (ELEMENTS_PER_WORD * _TILE_WORDS))
 
 
 def _words_per_block(block_elements: int) -> int:
@@ -333,24 +435,29 @@ def _words_per_block(block_elements: int) -> int:
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    if (tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device):
-        raise ValueError(f"{name} is {_described(tensor)}, but must be contiguous "
-                         f"{_name_of(dtype)}{list(shape)} on {device}")
+    if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
+        raise _unfit(name, tensor, f"contiguous {_name_of(dtype)}{list(shape)}", device)
 
 
 def _check_rows(name: str, rows: torch.Tensor, nbytes: int, device: torch.device) -> None:
     if rows.dtype is not torch.uint8 or rows.dim() != 2 or rows.shape[1] != nbytes or rows.device != device:
-        raise ValueError(f"{name} is {_described(rows)}, but must be uint8[rows, {nbytes}] on {device}")
-    if rows.numel() and rows.shape[1] > 1 and rows.stride(1) != 1:
-        raise ValueError(f"the rows of {name} must be contiguous and in order of their addresses")
+        raise _unfit(name, rows, f"uint8[rows, {nbytes}]", device)
+    if rows.stride(1) != 1 and rows.numel() and nbytes > 1:
+        raise ValueError(f"the rows of {name} must be contiguous")
 
 
 def _check_levels(levels: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Pairs of all ranks: those of the next rank may lie anywhere, for all of them also in the same place."""
-    if levels.dim() != 3 or not (levels.is_contiguous() or levels[:1].is_contiguous()):
-        _check("levels", levels, torch.float32, shape, device)
-    if levels.dtype is not torch.float32 or levels.shape != shape or levels.device != device:
-        raise ValueError(f"levels is {_described(levels)}, but must be float32{list(shape)} on {device}")
+    """Levels of ranks: those of each are contiguous, and may be the same memory, as ``expand`` makes them."""
+    if (levels.dtype is not torch.float32 or levels.shape != shape or levels.device != device
+            or not levels[:1].is_contiguous()):
+        raise _unfit("levels", levels, f"float32{list(shape)}, contiguous of each rank", device)
+
+
+def _unfit(name: str, tensor: torch.Tensor, wanted: str, device: torch.device) -> ValueError:
+    found = f"{_name_of(tensor.dtype)}{list(tensor.shape)}"
+    if tensor.device != device:
+        return ValueError(f"{name} is {found} on {tensor.device}, but must be {wanted} on {device}")
+    return ValueError(f"{name} is {found}, but must be {wanted}")
 
 
 def _check_counts(counts: torch.Tensor, bits: int, words: int, device: torch.device) -> None:
@@ -377,10 +484,6 @@ def _quantizer_tensors(quantizer: Quantizer, blocks: int, device: torch.device) 
     for name, tensor in of_blocks.items():
         _check(name, tensor, torch.float32, (blocks,), device)
     return tuple(of_blocks.values())
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{_name_of(tensor.dtype)}{list(tensor.shape)} on {tensor.device}"
 
 
 def _name_of(dtype: torch.dtype) -> str:

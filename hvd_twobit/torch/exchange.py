@@ -95,6 +95,7 @@ class Exchange:
         if self._config.transport == "allreduce":
             joining.track(f"optimizer of {tensors[0][0] if tensors else ''}", self.residuals)
         self._declared = [tensor for _, tensor, _ in tensors]  # They may move to another device later.
+        self._placement = self._placed()  # Asked for now, as a device is tried when it is first seen.
         for name, tensor, group in tensors:
             self._order.append(name)
             if self._codec.compresses(tensor.numel()):

@@ -88,7 +88,7 @@ def horovod_takes(device: torch.device) -> bool:
 def _why_unusable(device: torch.device) -> str | None:
     """Why a device's gradients cannot be compressed there; None where they can. Told in the log, once per device."""
     if device not in _unusable:
-        reason = _tried(device)
+        reason = trial(device)
         if reason:
             logger.warning("hvd_twobit: gradients on %s are copied to the host to be compressed, which takes longer: "
                            "%s", device, reason)
@@ -96,8 +96,8 @@ def _why_unusable(device: torch.device) -> str | None:
     return _unusable[device] or None
 
 
-def _tried(device: torch.device) -> str:
-    """What goes wrong where a few elements are quantized and unpacked on a device; nothing where that works."""
+def trial(device: torch.device) -> str:
+    """What goes wrong where a few elements are quantized and unpacked on a device; an empty text where that works."""
     try:
         backend = kernels.load("triton")
     except ImportError as error:

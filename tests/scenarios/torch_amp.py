@@ -16,7 +16,14 @@ import torch
 
 from hvd_twobit.torch import TwoBit, residuals_of
 from tests.scenarios import told_by
-from tests.simulation import SimulatedMachines, gradient, simulated, uncompressed
+from tests.simulation import (
+    SimulatedMachines,
+    assert_same_bits,
+    assert_same_state,
+    gradient,
+    simulated,
+    uncompressed,
+)
 
 STEPS = 20
 LEARNING_RATE = 0.25
@@ -241,3 +248,13 @@ def scaled_later() -> None:
 
 def no_scaler() -> None:
     TwoBit(scaler=1024.0)
+
+
+def assert_expected(name: str, results: Sequence[Any]) -> None:
+    """What ``run`` returned of a configuration, on every rank, is what training without a scaler gives, to the bit."""
+    weights, tensors = expected(name, len(results))
+    for rank, result in enumerate(results):
+        for step, (found, wanted) in enumerate(zip(result["weights"], weights)):
+            for parameter in wanted:
+                assert_same_bits(found[parameter], wanted[parameter], f"step {step}, rank {rank}, {parameter}")
+    assert_same_state(results, tensors, unit=results[0]["scale"])

@@ -18,7 +18,15 @@ import torch
 from hvd_twobit.config import TRANSPORTS
 from hvd_twobit.torch import TwoBit, residuals_of
 from tests.scenarios.allreduce import STEPS_AFTER_JOIN, joined_steps, named_gradient, steps_before_join
-from tests.simulation import SimulatedMachines, gradient, simulated, uncompressed, uncompressed_steps
+from tests.simulation import (
+    SimulatedMachines,
+    assert_same_bits,
+    assert_same_state,
+    gradient,
+    simulated,
+    uncompressed,
+    uncompressed_steps,
+)
 
 STEPS = 20
 LEARNING_RATE = 0.25
@@ -393,6 +401,26 @@ def expected(name: str, size: int) -> tuple[list[dict[str, np.ndarray]], dict[st
         steps.append({**recorded, **{f"weight {parameter}": _as_float(value)
                                      for parameter, value in model.named_parameters()}})
     return steps, tensors
+
+
+def exchanging(name: str, results: Sequence[Any]) -> Sequence[Any]:
+    """The results of the ranks that exchange gradients in a configuration."""
+    return results[:max(1, len(results) // 2)] if CONFIGURATIONS[name].subset else results
+
+
+def assert_expected(name: str, results: Sequence[Any]) -> None:
+    """What ``run`` returned of a configuration, on every rank, is what the simulation computes, to the bit."""
+    steps, tensors = expected(name, len(results))
+    exchanged = exchanging(name, results)
+    for rank, result in enumerate(exchanged):
+        assert len(result["steps"]) == len(steps)
+        for number, (found, wanted) in enumerate(zip(result["steps"], steps)):
+            assert found.keys() == wanted.keys()
+            for key in wanted:
+                assert_same_bits(found[key], wanted[key], f"step {number}, rank {rank}, {key}")
+    compression = CONFIGURATIONS[name].compression
+    block_elements = compression.get("block_elements", 1024) if isinstance(compression, dict) else 1024
+    assert_same_state(exchanged, tensors, block_elements)
 
 
 def _has_levels(configuration: Configuration, machines: int) -> bool:
