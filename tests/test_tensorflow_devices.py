@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvd_twobit.errors import ConfigError
 from hvd_twobit.memory import HOST
+from hvd_twobit.tensorflow import devices, kernels
 from hvd_twobit.tensorflow.devices import DEVICES_VARIABLE, DeviceMemory, device_of
 
 from .jobs import results_of, waits_for_the_job
@@ -63,6 +64,7 @@ def test_devices_that_compress_are_gpus_or_those_that_the_environment_names(
     monkeypatch.delenv(DEVICES_VARIABLE, raising=False)
     if setting is not None:
         monkeypatch.setenv(DEVICES_VARIABLE, setting)
+    monkeypatch.setattr(devices, "_why_unusable", lambda device: None)
     names = [f"/job:localhost/replica:0/task:0/device:{name}" for name in ("CPU:0", "CPU:1", "GPU:0", "GPU:1")]
     found = [device_of(types.SimpleNamespace(device=name)) for name in names]
     assert [name.rpartition("device:")[2] for name in found if name] == sorted(counted)
@@ -73,6 +75,25 @@ def test_a_setting_that_names_no_device_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(DEVICES_VARIABLE, setting)
     with pytest.raises(ConfigError, match=f"HVD_TWOBIT_TENSORFLOW_DEVICES must name devices.*{setting!r}"):
         device_of(types.SimpleNamespace(device=""))
+
+
+def test_all_is_compressed_on_the_host_where_the_environment_asks_for_its_kernels(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICES_VARIABLE, "CPU")
+    variable = types.SimpleNamespace(device="/job:localhost/replica:0/task:0/device:CPU:0")
+    assert device_of(variable) == variable.device
+    monkeypatch.setenv("HVD_TWOBIT_KERNELS", "numba")
+    assert device_of(variable) is None
+
+
+def test_gradients_are_compressed_on_the_host_where_a_device_cannot_or_errs(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    missing = types.SimpleNamespace(device="/job:localhost/replica:0/task:0/device:GPU:7")
+    assert [device_of(missing), device_of(missing)] == [None, None]
+    assert len(caplog.messages) == 1 and "GPU:7 are compressed on the host" in caplog.messages[0]
+    monkeypatch.setattr(kernels, "_SMALL", 0)
+    monkeypatch.setattr(kernels, "traced", kernels.traced.__wrapped__)  # Built anew, and subnormal sums are flushed.
+    assert devices._why_unusable.__wrapped__("/CPU:0") == "their results are not those of the host"
 
 
 def test_variables_of_graphs_of_tensorflow_1_are_compressed_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

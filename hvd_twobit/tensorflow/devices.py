@@ -1,12 +1,13 @@
 """On which devices gradients are compressed where they lie, and residuals in variables there.
 
 A gradient is where its variable is: what applies it is placed there, and of a tensor in a graph that is being built
-nothing else tells. Devices that count are GPUs. ``DEVICES_VARIABLE`` names others, so that a CPU device can play one,
-or none.
+nothing else tells. Devices that count are GPUs. ``DEVICES_VARIABLE`` names others, so that a CPU device can play one.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -15,8 +16,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from .. import kernels as interface
+from ..config import kernels_asked_for
 from ..errors import ConfigError
 from ..memory import Memory
+from ..payload import BLOCK_TABLE
 from . import kernels
 
 DEVICES_VARIABLE = "HVD_TWOBIT_TENSORFLOW_DEVICES"
@@ -24,7 +28,10 @@ DEVICES_VARIABLE = "HVD_TWOBIT_TENSORFLOW_DEVICES"
 
 HOST_DEVICE = "/cpu:0"
 
+logger = logging.getLogger("hvd_twobit")
+
 _DEFAULT = "GPU"
+_TRIED_BLOCK = 1024
 _FLOAT32_MAX = np.finfo(np.float32).max
 _ELEMENTS_AT_ONCE = 1 << 22  # Keeps temporaries in float64 small.
 
@@ -32,18 +39,63 @@ _ELEMENTS_AT_ONCE = 1 << 22  # Keeps temporaries in float64 small.
 def device_of(variable: Any) -> str | None:
     """The device on which a variable's gradient is compressed; None where that is done on the host.
 
-    Graphs of ``tf.compat.v1`` have no place for residuals: their gradients are compressed on the host.
+    That is where ``HVD_TWOBIT_KERNELS`` says ``numba``, in graphs of ``tf.compat.v1``, which have no place for
+    residuals, and where the device's kernels cannot be used, which is logged.
 
     Raises:
-        ConfigError: the environment variable names no device.
+        ConfigError: an environment variable has a value that is none of its own.
     """
     chosen = _chosen(os.environ.get(DEVICES_VARIABLE) or _DEFAULT)
+    on_host = kernels_asked_for() == "numba" or not tf.compat.v1.executing_eagerly_outside_functions()
     name = getattr(variable, "device", None)
-    if not name or not tf.compat.v1.executing_eagerly_outside_functions():
+    if on_host or not name:
         return None
-    device = tf.DeviceSpec.from_string(name)
-    is_chosen = any(kind == device.device_type and index in (None, device.device_index) for kind, index in chosen)
-    return name if is_chosen else None
+    device = _kind_and_index(name)
+    if device not in chosen and (device[0], None) not in chosen:
+        return None
+    return name if _why_unusable(name) is None else None
+
+
+@functools.cache
+def _why_unusable(device: str) -> str | None:
+    """What is wrong with the kernels on a device; None where a few elements are compressed as on the host."""
+    gradient = np.array([0, 0, 1.5, -0.75, np.nan, np.inf, 0.1, 3e38, *[0.3] * 1020], np.float32)
+    residual = np.array([0, 0, 0.25, 0.25, 1, 2, 0.5, 3e38, *[1 / 3] * 1020], np.float32)
+    gradient.view(np.uint32)[:2], residual.view(np.uint32)[:2] = (1, 0x80012345), (7, 0x12345)  # Subnormal numbers.
+    blocks = interface.block_count(gradient.size, _TRIED_BLOCK)
+    level = np.full(blocks, 0.6, np.float32)
+    codes, left = np.empty(interface.packed_nbytes(gradient.size), np.uint8), residual.copy()
+    host = interface.load(interface.DEFAULT_BACKEND)
+    sums, counts = host.quantize_pack(gradient, left, codes,
+                                      interface.Quantizer(_TRIED_BLOCK, level, -level, level, -level))
+    table = np.empty(blocks, BLOCK_TABLE)
+    table["selected_sum"], table["selected_count"] = sums, counts
+    pair = np.stack([level, -level], axis=1)
+    wanted = np.empty_like(gradient)
+    host.unpack_sum(codes[None], pair[None], _TRIED_BLOCK, wanted, 1 / 3)
+    try:
+        with tf.init_scope(), tf.device(device):
+            sent, kept = on_device(kernels.quantized, device, block_elements=_TRIED_BLOCK, with_table=True)(
+                *map(tf.constant, (gradient, residual, pair, pair)))
+            out = on_device(kernels.unpack_sum, device, block_elements=_TRIED_BLOCK, levels_of_all=True)(
+                tf.constant(codes[None]), tf.constant(pair[None]), tf.constant(gradient.size),
+                tf.constant(1 / 3, tf.float64))
+        same = (sent.numpy().tobytes() == codes.tobytes() + table.tobytes() and kept.numpy().tobytes() == left.tobytes()
+                and np.array_equal(out.numpy(), wanted, equal_nan=True))
+        problem = None if same else "their results are not those of the host"
+        if _kind_and_index(kept.device) != _kind_and_index(device):  # As TensorFlow may do where there is none.
+            problem = f"TensorFlow ran them on {kept.device}"
+    except Exception as error:  # Whatever TensorFlow or XLA lacks: the host can do it.
+        problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    if problem is not None:
+        logger.warning("hvd_twobit: gradients on %s are compressed on the host, as kernels cannot be used there: %s",
+                       device, problem)
+    return problem
+
+
+def _kind_and_index(device: str) -> tuple[str, int | None]:
+    found = tf.DeviceSpec.from_string(device)
+    return found.device_type, found.device_index
 
 
 def _chosen(setting: str) -> list[tuple[str, int | None]]:
