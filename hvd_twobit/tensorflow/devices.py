@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,15 +93,17 @@ def _why_unusable(device: str) -> str | None:
     return problem
 
 
+@functools.cache
 def _kind_and_index(device: str) -> tuple[str, int | None]:
     found = tf.DeviceSpec.from_string(device)
     return found.device_type, found.device_index
 
 
-def _chosen(setting: str) -> list[tuple[str, int | None]]:
-    """Types and numbers of devices."""
+@functools.cache
+def _chosen(setting: str) -> Sequence[tuple[str, int | None]]:
+    """Kinds and numbers of devices."""
     if setting.lower() == "none":
-        return []
+        return ()
     found: list[tuple[str, int | None]] = []
     for entry in setting.split(","):
         kind, colon, number = entry.strip().partition(":")
