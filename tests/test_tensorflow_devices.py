@@ -88,6 +88,7 @@ def test_all_is_compressed_on_the_host_where_the_environment_asks_for_its_kernel
 
 def test_gradients_are_compressed_on_the_host_where_a_device_cannot_or_errs(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv(DEVICES_VARIABLE, raising=False)
     missing = types.SimpleNamespace(device="/job:localhost/replica:0/task:0/device:GPU:7")
     assert [device_of(missing), device_of(missing)] == [None, None]
     assert len(caplog.messages) == 1 and "GPU:7 are compressed on the host" in caplog.messages[0]

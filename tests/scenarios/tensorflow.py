@@ -31,6 +31,7 @@ def bench() -> dict[str, Any]:
 
 def run() -> dict[str, Any]:
     """By scenario file, what it returns on this rank; all but some configurations of gradients run on 2 ranks only."""
+    tensorflow_devices.prepare()
     # The process sets that two levels add stay, and Horovod has no two of the same ranks.
     results: dict[str, Any] = {"allreduce": tensorflow_allreduce.run()} if hvd.size() == 2 else {}
     results["gradients"] = tensorflow_gradients.run(tensorflow_gradients.configurations(hvd.size()))

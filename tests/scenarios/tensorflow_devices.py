@@ -19,13 +19,15 @@ from tests.simulation import gradient
 
 DEVICE = "/CPU:1"
 
-# Before TensorFlow starts its runtime. Only what is put on the second device notices it.
-tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0],
-                                           [tf.config.LogicalDeviceConfiguration()] * 2)
-os.environ[DEVICES_VARIABLE] = "CPU:1"
-
 SHAPES = {"wide": (37, 61), "row": (1500,), "small": (40,)}
 STEPS = 4
+
+
+def prepare() -> None:
+    """To be called before TensorFlow starts its runtime. Only what is put on the second device notices it."""
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0],
+                                               [tf.config.LogicalDeviceConfiguration()] * 2)
+    os.environ[DEVICES_VARIABLE] = "CPU:1"
 
 
 class Training:
