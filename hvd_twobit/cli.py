@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import sys
 
 import click
@@ -39,21 +40,40 @@ def bench() -> None:
     """Measure speed: kernels and front ends on this machine, collectives on your cluster."""
 
 
-@bench.command(epilog="Example:  hvd-twobit bench kernels --elements 1000000 --repeats 21")
-@click.option("--elements", type=click.IntRange(min=1), default=25_600_000, show_default=True,
-              help="Elements of the gradient. The default is the size of ResNet-50; what fits into the processor's "
-                   "caches is measured faster than training is.")
+def _device(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise click.BadParameter(f"{value!r} is not a device: give cpu, cuda, or cuda:NUMBER for one of several GPUs")
+    return value
+
+
+@bench.command(epilog="""\b
+Examples:
+  hvd-twobit bench kernels --elements 1000000 --repeats 21
+  hvd-twobit bench kernels --device cuda
+""")
+@click.option("--device", default="cpu", show_default=True, callback=_device,
+              help="Where the kernels run: cpu, cuda, or cuda:NUMBER for one of several GPUs.")
+@click.option("--elements", type=click.IntRange(min=1),
+              help="Elements of the gradient; what fits into a processor's caches is measured faster than training is. "
+                   "[default: 25600000, the size of ResNet-50; on a GPU also 256000000, where memory allows]")
 @click.option("--repeats", type=click.IntRange(min=1), default=9, show_default=True,
-              help="Rounds to take medians over; each measures every kernel once, beside its baselines.")
+              help="Rounds to take medians over; each measures every kernel beside its baselines.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
-def kernels(elements: int, repeats: int, as_json: bool) -> None:
-    """Compare the kernels with NumPy's add and fill, on one thread.
+def kernels(device: str, elements: int | None, repeats: int, as_json: bool) -> None:
+    """Compare the kernels with what the same memory can do.
+
+    On the CPU, the kernels of one thread with NumPy's add and fill; on a GPU, those written in Triton with a copy on
+    the device, for one tensor and for all gradients of ResNet-50.
 
     Each kernel is measured right after its baselines, in rounds, so that ratios hold on a busy machine where
-    milliseconds do not. A kernel that misses its limit is reported; the exit status is 0 all the same.
+    milliseconds do not. A kernel that misses its limit is reported; the exit status is 0 all the same, and 1 where
+    there is no such device.
     """
-    from .bench import kernels as kernel_bench
-    kernel_bench.run(elements, repeats, as_json)
+    if device == "cpu":
+        from .bench import cpu_kernels
+        return cpu_kernels.run(elements, repeats, as_json)
+    from .bench import gpu_kernels
+    gpu_kernels.run(device, elements, repeats, as_json)
 
 
 @bench.command(epilog="Example:  hvd-twobit bench frontends --ranks 4")

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from hvd_twobit import kernels
 from hvd_twobit.kernels import (
     COUNT_BITS,
     Digits,
@@ -26,11 +25,14 @@ from hvd_twobit.kernels import (
     whole_tensor,
 )
 
-from .backends import DEFINITION, OTHERS
+from .backends import BACKENDS, DEFINITION, OTHERS
 from .guarded import Guarded
 
 SIZES = [*range(71), 79, 80, 81, *range(1007, 1042), 2047, 2048, 2049, 4096, 4103]
 """Elements: all parts of words, and what lies around blocks and chunks of 1024."""
+
+INTERPRETED_SIZES = [1041]
+"""The same, but one: Triton's interpreter is slow."""
 
 RANKS = (0, 1, 2, 3)
 
@@ -44,13 +46,13 @@ def main() -> None:
         touched = ctypes.c_char.from_address(memory[0].beyond(sys.argv[1] == "end")).value
         raise SystemExit(f"the guard did not hold: {touched!r}")
     for name in OTHERS:
-        _try(kernels.load(name), memory)
+        _try(BACKENDS[name], memory, SIZES if name != "triton" else INTERPRETED_SIZES)
 
 
-def _try(compiled: Any, memory: Sequence[Guarded]) -> None:
+def _try(compiled: Any, memory: Sequence[Guarded], sizes: Sequence[int]) -> None:
     random = np.random.default_rng(0)
     tried = 0
-    for elements, at_end in itertools.product(SIZES, (True, False)):
+    for elements, at_end in itertools.product(sizes, (True, False)):
         for block_elements in sorted({16, 48, 1024, whole_tensor(elements)}):
             _quantize(compiled, DEFINITION, random, memory, elements, block_elements, at_end)
             for ranks, equal in itertools.product(RANKS, (True, False)):

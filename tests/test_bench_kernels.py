@@ -12,7 +12,8 @@ import sys
 import pytest
 from click.testing import CliRunner, Result
 
-from hvd_twobit.bench.kernels import THRESHOLDS, Measurement, Workload, measure
+from hvd_twobit.bench.cpu_kernels import Measurement, Workload, measure
+from hvd_twobit.bench.kernels import THRESHOLDS
 from hvd_twobit.cli import commands
 from hvd_twobit.kernels import Quantizer
 
@@ -75,7 +76,7 @@ def test_thresholds_select_the_share_of_elements_that_they_are_named_after(share
 
 
 def test_a_missed_limit_does_not_change_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvd_twobit.bench.kernels.QUANTIZE_LIMIT_ADDS", 1e-9)
+    monkeypatch.setattr("hvd_twobit.bench.cpu_kernels.QUANTIZE_LIMIT_ADDS", 1e-9)
     result = invoke("--elements", "1000", "--repeats", "1")
     assert result.exit_code == 0 and " no" in result.output
 
@@ -85,7 +86,7 @@ def test_help_has_an_example_and_loads_neither_numpy_nor_a_framework() -> None:
                "try: main()\n"
                "finally: print({'numpy', 'numba', 'rich', 'torch', 'tensorflow', 'horovod'} & set(sys.modules))")
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert "Example:  hvd-twobit bench kernels --elements" in printed and printed.endswith("set()\n")
+    assert "  hvd-twobit bench kernels --elements" in printed and printed.endswith("set()\n")
 
 
 @pytest.mark.parametrize("arguments, message", [

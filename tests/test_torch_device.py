@@ -25,6 +25,7 @@ from hvd_twobit.torch.placement import KERNELS_VARIABLE, Placement
 from hvd_twobit.transports import Planned
 
 from . import tensor_reference
+from .coders import carry
 from .jobs import TIMEOUT_S
 from .launcher import run_ranks
 from .scenarios import torch_amp, torch_device, torch_optimizer
@@ -100,6 +101,13 @@ def test_no_gradient_was_compressed_elsewhere(sending: str, results: list[Any]) 
         assert result[sending]["coders"] == [torch_device.CODERS[sending].__name__]
 
 
+@on_ranks
+def test_training_on_a_device_as_the_check_of_gpus_does_it_is_that_on_the_host(results: list[Any]) -> None:
+    pytest.importorskip("triton")
+    for result in results:
+        assert result["gpu_check"] == [""] * 6
+
+
 # ---- coders, without Horovod ---------------------------------------------------------------------------------------
 
 RANKS = 3
@@ -137,23 +145,8 @@ def exchange(made: Sequence[Coder], transport: str, seed: int,
         for name, value in values.items():
             one.put(name, as_taken_by(one, value))
         one.seal()
-        assert one.is_ready(wait=True)
         outs.append(values)
-    if transport == "allgather":
-        for one in made:
-            one.receive(damage(torch.cat([other.payloads for other in made])))
-    elif transport == "sra":
-        for rank, one in enumerate(made):
-            one.sum(damage(torch.cat([other.payloads.split(other.splits)[rank] for other in made])))
-            assert one.are_summed(wait=True)
-        for one in made:
-            one.receive_sums(damage(torch.cat([other.sums for other in made])))
-    else:
-        integers = [one.tally() for one in made]
-        total = damage(sum(integers[1:], integers[0]))
-        for one, mine in zip(made, integers):
-            mine.copy_(total)
-            one.receive_tallies()
+    carry(made, transport, damage)
     for one, values in zip(made, outs):
         for name in SHAPES:
             one.take(name, as_taken_by(one, values[name]))

@@ -1,7 +1,8 @@
 """The kernel interface: a few functions, implemented once per backend, bit-equal to each other.
 
 ``load(name)`` returns the module of a backend. A backend is imported when it is asked for and not before: ``"numpy"``
-is the definition (the oracle of the tests), ``"numba"`` the one that training uses. Each has::
+is the definition (the oracle of the tests), ``"numba"`` the one that training uses for arrays, ``"triton"`` the one for
+tensors of PyTorch on a GPU, for which Triton has to be installed. Each has::
 
     quantize_pack(gradient, residual, packed, quantizer) -> (selected_sum, selected_count)
     unpack_sum(packed, levels, block_elements, out, scale=1.0) -> None
@@ -20,8 +21,13 @@ Horovod's allreduce can add, and counts or levels out of what it made of them: 3
 Arrays are C-contiguous NumPy arrays that the caller allocated, of any length (0 included); only the rows of ``packed``
 and ``counts`` may lie apart, so that payloads are read where they were received.
 
+``"triton"`` has torch tensors of one device instead, int32 where arrays are uint32, and a ``Quantizer`` of tensors. Its
+functions return before the device is done, and return tensors: ``pack_tallies`` a bool[]. It has the first two and
+``unpack_counts`` also for all runs of a payload at once: ``Runs``, ``quantize_pack_runs``, ``unpack_sum_runs`` and
+``unpack_counts_runs``.
+
 This file holds what the backends share: ``Quantizer``, ``Tallies`` and ``Digits``, the size of packed codes, the codes,
-and the checks of arguments that both make before a loop runs without bounds checks.
+and the checks of arguments that all make before a loop runs without bounds checks.
 """
 
 from __future__ import annotations
@@ -62,6 +68,7 @@ def load(name: str) -> types.ModuleType:
 
     Raises:
         KeyError: there is no backend of that name.
+        ImportError: what it is written in is not installed.
     """
     if name not in BACKENDS:
         raise KeyError(f"no kernel backend is called {name!r}: choose one of {', '.join(sorted(BACKENDS))}")

@@ -8,6 +8,8 @@ both.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import threading
 from collections.abc import Sequence
 
@@ -35,26 +37,32 @@ class Rows:
     elements: int
     block_elements: int
 
-    @property
+    @functools.cached_property
     def one_block(self) -> bool:
         """Whether the run is one block."""
         return self.block_elements == 0 or self.elements <= self.block_elements
 
-    @property
+    @functools.cached_property
     def blocks(self) -> int:
         """Blocks of the run, at least one."""
         return 1 if self.one_block else block_count(self.elements, self.block_elements)
 
-    @property
+    @functools.cached_property
     def per_block(self) -> int:
         """Rows of every block but the last, which may have fewer; at least one."""
         return max(1, -(-(self.elements if self.one_block else self.block_elements) // SUM_CHUNK_ELEMENTS))
 
-    @property
+    @functools.cached_property
     def total(self) -> int:
         """Rows of the run, at least one."""
         last = self.elements - (self.blocks - 1) * self.block_elements
         return (self.blocks - 1) * self.per_block + max(1, -(-last // SUM_CHUNK_ELEMENTS))
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_of(elements: int, block_elements: int) -> Rows:
+    """The rows of a run, which are worked out once for all steps."""
+    return Rows(elements, block_elements)
 
 
 class Runs:
@@ -88,7 +96,7 @@ class Runs:
         self.elements = tuple(elements)
         self.block_elements = block_elements
         self.device = torch.empty(0, device=device).device  # with its index
-        each = [Rows(of_run, block_elements) for of_run in self.elements]
+        each = [rows_of(of_run, block_elements) for of_run in self.elements]
         words = np.array([packed_nbytes(of_run) // 4 for of_run in self.elements], np.int64)
         blocks = np.array([rows.blocks for rows in each], np.int64)
         rows = np.array([rows.total for rows in each], np.int64)
@@ -107,7 +115,7 @@ class Runs:
 
     def addresses(self, *tensors: Sequence[torch.Tensor]) -> Addresses:
         """The addresses of the tensors of all runs, for launches on the current stream until ``Addresses.release``."""
-        wanted = [tensor.data_ptr() for of_runs in tensors for tensor in of_runs]
+        wanted = [address for of_runs in tensors for address in map(torch.Tensor.data_ptr, of_runs)]
         if self.device.type != "cuda":
             return Addresses(wanted, self.device)
         with self._lock:
@@ -123,11 +131,13 @@ class Addresses:
 
     Attributes:
         table: i64[n] on the device.
+        aligned: whether all are multiples of 16.
     """
 
     def __init__(self, addresses: list[int], device: torch.device) -> None:
         """Upload addresses on the current stream."""
         self._used = True
+        self.aligned = _are_aligned(addresses)
         self._event: torch.cuda.Event | None = None
         if device.type != "cuda":
             self.table = torch.tensor(addresses, dtype=torch.int64, device=device)
@@ -139,6 +149,7 @@ class Addresses:
         self._upload(addresses)
 
     def _upload(self, addresses: list[int]) -> None:
+        self.aligned = _are_aligned(addresses)
         self._on_host[:] = addresses
         self.table.copy_(self._pinned, non_blocking=True)
 
@@ -155,6 +166,10 @@ class Addresses:
         if self._event is not None:
             self._event.record()
             self._used = False
+
+
+def _are_aligned(addresses: list[int]) -> bool:
+    return functools.reduce(operator.or_, addresses, 0) % 16 == 0
 
 
 def _spans(lengths: np.ndarray, span: int) -> np.ndarray:

@@ -8,20 +8,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import TILE_WORDS, WORD, integers, scaled, shifts, store_counts, weighed
+from .tiles import TILE_WORDS, WORD, integers, launched, scaled, shifts, store_counts, weighed
 
 ROUNDS = tl.constexpr(1.5 * 2.0**52)
 
 
 @triton.jit
-def _codes_of_words(packed, words, inside):
-    """The codes of a word per row, i32 tile: those of words that are not there are zero."""
-    return (tl.load(packed + words, mask=inside, other=0)[:, None] >> shifts(tl.arange(0, 16))[None, :]) & 3
+def _codes_of_words(packed, words, inside, shift):
+    """The codes of a word per row, i32 tile: those of words that are not there are zero. ``shift``: see ``shifts``."""
+    return (tl.load(packed + words, mask=inside, other=0)[:, None] >> shift) & 3
 
 
 # ---- digits of 32-bit integers --------------------------------------------------------------------------------------
 
-@triton.jit
+@launched
 def tally(packed, words: tl.int64, per_integer: tl.int32, radix: tl.int32, tallies, plane_stride: tl.int64, found,
           PLANES: tl.constexpr):
     """Make integers of codes, the digits of the last word first.
@@ -36,13 +36,14 @@ def tally(packed, words: tl.int64, per_integer: tl.int32, radix: tl.int32, talli
     groups = tl.arange(0, TILE_WORDS)
     left = tl.minimum(words - first * per_integer, per_integer * TILE_WORDS).to(tl.int32)
     packed = integers(packed) + first * per_integer
+    shift = shifts(tl.arange(0, 16)[None, :])
     one = tl.zeros([TILE_WORDS, 16], tl.int32)
     other = tl.zeros([TILE_WORDS, 16], tl.int32)
     not_finite = tl.zeros([TILE_WORDS, 16], tl.int32)
     for i in range(0, per_integer):
         word = groups * per_integer + (per_integer - 1 - i)
         inside = word < left
-        codes = _codes_of_words(packed, word, inside)
+        codes = _codes_of_words(packed, word, inside, shift)
         not_finite += tl.where(codes == 1, 1, 0)
         if PLANES == 1:
             digits = tl.where(codes == 3, 2, tl.where(codes == 2, 0, 1))
@@ -58,7 +59,7 @@ def tally(packed, words: tl.int64, per_integer: tl.int32, radix: tl.int32, talli
     tl.store(found, 1, mask=tl.max(not_finite) > 0)
 
 
-@triton.jit
+@launched
 def count_tallies(tallies, words: tl.int64, per_integer: tl.int32, radix: tl.int32, multiplier: tl.int64,
                   shift: tl.int32, offset: tl.int32, counts, BITS: tl.constexpr):
     """Take the integers of one plane apart into counts, the lowest digits first.
@@ -86,7 +87,7 @@ def count_tallies(tallies, words: tl.int64, per_integer: tl.int32, radix: tl.int
 
 # ---- digits of doubles ----------------------------------------------------------------------------------------------
 
-@triton.jit
+@launched
 def push_digits(packed, words: tl.int64, per_word: tl.int32, radix: tl.float64, negative: tl.float64, doubles):
     """Make doubles of codes, the digits of the last word first.
 
@@ -99,10 +100,11 @@ def push_digits(packed, words: tl.int64, per_word: tl.int32, radix: tl.float64, 
     groups = tl.arange(0, TILE_WORDS)
     left = tl.minimum(words - first * per_word, per_word * TILE_WORDS).to(tl.int32)
     packed = integers(packed) + first * per_word
+    shift = shifts(tl.arange(0, 16)[None, :])
     total = tl.zeros([TILE_WORDS, 16], tl.float64)
     for i in range(0, per_word):
         word = groups * per_word + (per_word - 1 - i)
-        codes = _codes_of_words(packed, word, word < left)
+        codes = _codes_of_words(packed, word, word < left, shift)
         digits = tl.where(codes == 3, 1.0, tl.where(codes == 1, float("nan"), 0.0)).to(tl.float64)
         total = total * radix + tl.where(codes == 2, negative, digits)
     at = doubles + first * WORD + groups[:, None] * WORD + tl.arange(0, 16)[None, :]
@@ -115,7 +117,7 @@ def _rounded(doubles):
     return (doubles + ROUNDS) - ROUNDS
 
 
-@triton.jit
+@launched
 def pop_digits(doubles, elements: tl.int64, per_word: tl.int32, radix: tl.float64, inverse: tl.float64,
                negative: tl.float64, middle: tl.float64, middles: tl.float64, divisor: tl.float64, levels,
                words_per_block: tl.int32, out, scale: tl.float64, SYMMETRIC: tl.constexpr):
@@ -154,4 +156,8 @@ def pop_digits(doubles, elements: tl.int64, per_word: tl.int32, radix: tl.float6
             positives = total - negatives * negative
             total = weighed(positives.to(tl.float32), negatives.to(tl.float32), positive_level,
                             tl.load(pairs + 1, mask=there, other=0.0))
-        tl.store(out + (starts + columns), scaled(total, scale), mask=starts + columns < left)
+        total = scaled(total, scale)
+        # Apart, so that the mask of whole words is the same for all elements of a thread.
+        tl.store(out + (starts + columns), total, mask=starts < left // WORD * WORD)
+        if left % WORD > 0:
+            tl.store(out + (starts + columns), total, mask=(starts == left // WORD * WORD) & (columns < left % WORD))

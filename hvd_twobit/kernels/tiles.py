@@ -23,6 +23,11 @@ AT_ONCE = tl.constexpr(4)  # words of a row whose loads are under way together
 TILE_WORDS = tl.constexpr(64)  # of a tile that is unpacked
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
+launched = triton.jit(do_not_specialize=[
+    "elements", "run_count", "rows_per_block", "rows", "rank_stride", "ranks", "levels_stride",
+    "words_per_block", "words", "plane_stride", "per_integer", "radix", "multiplier", "shift", "offset", "per_word"])
+"""Decorates what is launched, not called: compiled once for all numbers that tensors and ranks can have."""
+
 
 # ---- where things lie -----------------------------------------------------------------------------------------------
 
@@ -76,7 +81,7 @@ def shifts(columns):
 # ---- quantize_pack --------------------------------------------------------------------------------------------------
 
 @triton.jit
-def _quantize_tile(loaded, residuals, at, inside, thresholds, levels):
+def _quantize_tile(loaded, residuals, at, inside, thresholds, levels, shift):
     """Quantize one word per row.
 
     Args:
@@ -84,6 +89,7 @@ def _quantize_tile(loaded, residuals, at, inside, thresholds, levels):
         residuals, at: pointer and offsets of what is overwritten with the new residual.
         inside: which elements are there.
         thresholds, levels: the positive and the negative one.
+        shift: see ``shifts``.
 
     Returns:
         The words, i32[ROWS]; the magnitudes of what was selected and of the new residual, 0 elsewhere.
@@ -98,7 +104,7 @@ def _quantize_tile(loaded, residuals, at, inside, thresholds, levels):
     kept = tl.where(finite, kept, residual)
     tl.store(residuals + at, kept, mask=inside)
     codes = tl.where(positive, 3, tl.where(negative, 2, tl.where(finite, 0, 1)))
-    words = tl.sum(codes << shifts(tl.arange(0, 16))[None, :], axis=1)
+    words = tl.sum(codes << shift, axis=1)
     return words, tl.where(positive | negative, magnitude, 0.0), tl.abs(kept)
 
 
@@ -129,6 +135,7 @@ def _quantize_rows(gradients, residuals, packed, offsets, limits, last_words, th
         that were selected, and of all magnitudes of the new residual. A sum that was not asked for is zero.
     """
     columns = tl.arange(0, 16)[None, :]
+    shift = shifts(columns)
     selected = tl.zeros([ROWS, 16], tl.float32)
     silent = tl.zeros([ROWS, 16], tl.float32)
     counts = offsets * 0
@@ -145,7 +152,7 @@ def _quantize_rows(gradients, residuals, packed, offsets, limits, last_words, th
             for i in tl.static_range(AT_ONCE):
                 starts = (offsets + (first + word + i) * STEP)[:, None]
                 tile, of_selected, of_residual = _quantize_tile(loaded[i], residuals, starts + columns,
-                                                                starts < limits[:, None], thresholds, levels)
+                                                                starts < limits[:, None], thresholds, levels, shift)
                 words = tl.where(columns == word + i, tile[:, None], words)
                 if SUMS:
                     selected += of_selected
@@ -160,7 +167,7 @@ def _quantize_rows(gradients, residuals, packed, offsets, limits, last_words, th
         gradient = tl.load(gradients + at, mask=inside, other=0.0)
         residual = tl.load(residuals + at, mask=inside, other=0.0)
         words, of_selected, of_residual = _quantize_tile((gradient, residual), residuals, at, inside, thresholds,
-                                                         levels)
+                                                         levels, shift)
         tl.store(packed + limits // WORD, words, mask=last_words > 0)
         counts += _ones(words)
         if SUMS:
@@ -189,19 +196,19 @@ def _store_entries(table, blocks, selected, silent, counts, there):
 
 
 @triton.jit
-def _start_of(row, block_elements, rows_per_block, ONE_BLOCK: tl.constexpr):
-    """The block of a row and the element that the row begins with."""
+def _start_of(row, words_per_block, rows_per_block, ONE_BLOCK: tl.constexpr):
+    """The block of a row and the word that the row begins with."""
     if ONE_BLOCK:
-        return row * 0, row * CHUNK
+        return row * 0, row * (CHUNK // WORD)
     else:
         block = row // rows_per_block
-        return block, block * block_elements + (row - block * rows_per_block) * CHUNK
+        return block, block * words_per_block + (row - block * rows_per_block) * (CHUNK // WORD)
 
 
-@triton.jit
+@launched
 def quantize(only_gradient, only_residual, elements: tl.int64, programs, runs, addresses, run_count: tl.int64, packed,
              positive_thresholds, negative_thresholds, positive_levels, negative_levels, sums, silents, counts,
-             run_counts, block_elements: tl.int64, rows_per_block: tl.int64, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+             run_counts, words_per_block: tl.int64, rows_per_block: tl.int64, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
              ONE_BLOCK: tl.constexpr, TABLE: tl.constexpr):
     """Quantize and pack a span of ``ROWS`` rows. A row is a chunk that ``selected_sum`` adds in lanes: 1024 elements,
     or what is left of a block.
@@ -214,7 +221,7 @@ def quantize(only_gradient, only_residual, elements: tl.int64, programs, runs, a
         sums, silents, counts: float32, float32 and i32, per row of all runs; or None where no sums are made, or only
             those of what was selected.
         run_counts: i64[runs], to which the number of selected elements is added; or None.
-        block_elements, rows_per_block: of a whole block.
+        words_per_block, rows_per_block: of a whole block.
         ONE_BLOCK: each run is one block, whatever these say.
         TABLE: a block is one row, and ``sums`` a block table, in bytes, that has silents and counts as well.
     """
@@ -224,31 +231,30 @@ def quantize(only_gradient, only_residual, elements: tl.int64, programs, runs, a
     SIDE_BY_SIDE: tl.constexpr = ONE_BLOCK and not SUMS
     STEP: tl.constexpr = ROWS * WORD if SIDE_BY_SIDE else WORD
     run, span, elements, words_before, blocks_before, rows_before = place_of_program(elements, programs, runs)
-    _, begin = _start_of(span * ROWS, block_elements, rows_per_block, ONE_BLOCK)
-    begin = tl.multiple_of(begin, 16)
-    gradient = floats_of_run(only_gradient, addresses, run, ALIGNED) + begin
-    residual = floats_of_run(only_residual, addresses, run_count + run, ALIGNED) + begin
-    packed = integers(packed) + words_before + begin // WORD
+    _, first_word = _start_of(span * ROWS, words_per_block, rows_per_block, ONE_BLOCK)
+    # A product with 16 is what the compiler can see to be a multiple of 16.
+    gradient = floats_of_run(only_gradient, addresses, run, ALIGNED) + first_word * WORD
+    residual = floats_of_run(only_residual, addresses, run_count + run, ALIGNED) + first_word * WORD
+    packed = integers(packed) + words_before + first_word
     row = span * ROWS + tl.arange(0, ROWS)
     there = row == row
     block = blocks_before
     if SIDE_BY_SIDE:
         offsets = tl.arange(0, ROWS) * WORD
-        length = tl.minimum(elements - begin, ROWS * CHUNK).to(tl.int32)
+        length = tl.minimum(elements - first_word * WORD, ROWS * CHUNK).to(tl.int32)
         limits = length // WORD * WORD + offsets * 0
         last_words = tl.where(offsets == 0, length % WORD, 0)
     else:
-        blocks, starts = _start_of(row, block_elements, rows_per_block, ONE_BLOCK)
-        stops = tl.minimum(starts + CHUNK, elements)
+        blocks, words = _start_of(row, words_per_block, rows_per_block, ONE_BLOCK)
+        there = (words * WORD < elements) | (row == 0)
+        lengths = tl.minimum(elements - words * WORD, CHUNK)
         if not ONE_BLOCK:
-            stops = tl.minimum(stops, (blocks + 1) * block_elements)
+            lengths = tl.minimum(lengths, ((blocks + 1) * words_per_block - words) * WORD)
             block = blocks_before + blocks
-        there = (starts < elements) | (row == 0)
-        offsets = (starts - begin).to(tl.int32)
-        lengths = tl.maximum(stops - starts, 0).to(tl.int32)
+        lengths = tl.maximum(lengths, 0).to(tl.int32)
+        offsets = (words - first_word).to(tl.int32) * WORD
         limits = offsets + lengths // WORD * WORD
         last_words = lengths % WORD
-    offsets = tl.multiple_of(offsets, 16)
     if ONE_BLOCK:
         thresholds = (tl.load(positive_thresholds + block), tl.load(negative_thresholds + block))
         levels = (tl.load(positive_levels + block), tl.load(negative_levels + block))
@@ -295,7 +301,7 @@ def _sum_in_order(values, first, last, TILE: tl.constexpr):
     return total.to(tl.float32)
 
 
-@triton.jit
+@launched
 def add_rows(row_sums, row_silents, row_counts, first_rows, rows: tl.int64, rows_per_block: tl.int64, sums, counts,
              TABLE: tl.constexpr, TILE: tl.constexpr):
     """Add up the rows of a block.
@@ -422,7 +428,7 @@ def _summed(packed, rank_stride, ranks, words, inside, levels, levels_stride, sc
     return tl.where(not_finite > 0, float("nan"), scaled(total, scale))
 
 
-@triton.jit
+@launched
 def unpack(only_out, elements: tl.int64, programs, runs, addresses, packed, rank_stride: tl.int64, ranks: tl.int32,
            levels, levels_stride: tl.int64, words_per_block: tl.int32, scale: tl.float64, ALIGNED: tl.constexpr,
            UNIFORM: tl.constexpr, SINGLE: tl.constexpr):
@@ -480,7 +486,7 @@ def _loaded_counts(counts, words, inside, BITS: tl.constexpr):
     return tl.reshape((integers << (32 - BITS - places)) >> (32 - BITS), [TILE_WORDS, 16])
 
 
-@triton.jit
+@launched
 def count(packed, rank_stride: tl.int64, ranks: tl.int32, words: tl.int64, counts, plane_stride: tl.int64,
           BITS: tl.constexpr, PLANES: tl.constexpr):
     """Count the codes of all ranks, one tile per program; ``plane_stride`` is of 32-bit integers."""
@@ -497,7 +503,7 @@ def count(packed, rank_stride: tl.int64, ranks: tl.int32, words: tl.int64, count
     store_counts(counts, tl.where(not_finite > 0, LOWEST, positives), rows, inside, BITS)
 
 
-@triton.jit
+@launched
 def weigh(only_out, elements: tl.int64, programs, runs, addresses, counts, plane_stride: tl.int64, levels,
           words_per_block: tl.int32, scale: tl.float64, ALIGNED: tl.constexpr, UNIFORM: tl.constexpr,
           BITS: tl.constexpr, PLANES: tl.constexpr):

@@ -15,6 +15,7 @@ Without a GPU: TRITON_INTERPRET=1 in the environment, before this module is impo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,13 +38,14 @@ from . import (
     tile_digits,
     tiles,
 )
-from .runs import SPAN_ROWS, SPAN_WORDS, Rows, Runs
+from .runs import SPAN_ROWS, SPAN_WORDS, Runs, rows_of
 
 _TILE_WORDS = 64
 _SUM_TILE = 1024
 OPTIONS = {"num_warps": 2, "enable_fp_fusion": False}
 """Of every launch: products and sums are rounded one by one, as NumPy does."""
 
+_DIM_TYPE_AND_DEVICE = operator.attrgetter("ndim", "dtype", "device")
 _ONE_BLOCK = 2**31 - 1
 """Words of a block that no tensor fills."""
 
@@ -65,7 +67,7 @@ def quantize_pack(gradient: torch.Tensor, residual: torch.Tensor, packed: torch.
         ValueError: the tensors do not fit each other.
     """
     elements, device = gradient.numel(), gradient.device
-    rows = Rows(elements, quantizer.block_elements)
+    rows = rows_of(elements, quantizer.block_elements)
     _check("gradient", gradient, torch.float32, (elements,), device)
     _check("residual", residual, torch.float32, (elements,), device)
     _check("packed", packed, torch.uint8, (packed_nbytes(elements),), device)
@@ -79,8 +81,8 @@ def quantize_pack(gradient: torch.Tensor, residual: torch.Tensor, packed: torch.
     words = _word_aligned(packed)
     _launch(tiles.quantize, -(-rows.total // SPAN_ROWS), device,
             gradient, residual, elements, None, None, None, 0, words, *of_blocks, sums, None, counts, None,
-            rows.block_elements, rows.per_block, ROWS=SPAN_ROWS, ALIGNED=_are_aligned(gradient, residual),
-            ONE_BLOCK=rows.one_block, TABLE=False)
+            _words_per_block(rows.block_elements), rows.per_block, ROWS=SPAN_ROWS,
+            ALIGNED=_are_aligned(gradient, residual), ONE_BLOCK=rows.one_block, TABLE=False)
     if rows.per_block > 1:
         _launch(tiles.add_rows, rows.blocks, device, sums, None, counts, None, rows.total, rows.per_block,
                 selected_sum, selected_count, TABLE=False, TILE=_SUM_TILE)
@@ -127,8 +129,8 @@ def quantize_pack_runs(runs: Runs, gradients: Sequence[torch.Tensor], residuals:
     addresses = runs.addresses(gradients, residuals)
     _launch(tiles.quantize, len(runs.row_programs), device,
             None, None, 0, runs.row_programs, runs.table, addresses.table, len(gradients), words, *of_blocks,
-            sums, silents, counts, selected, runs.block_elements, Rows(runs.block_elements, 0).per_block,
-            ROWS=SPAN_ROWS, ALIGNED=_are_aligned(*gradients, *residuals), ONE_BLOCK=one_block,
+            sums, silents, counts, selected, _words_per_block(runs.block_elements),
+            rows_of(runs.block_elements, 0).per_block, ROWS=SPAN_ROWS, ALIGNED=addresses.aligned, ONE_BLOCK=one_block,
             TABLE=table is not None and direct)
     addresses.release()
     if table is not None and not direct:
@@ -190,7 +192,7 @@ def unpack_sum_runs(runs: Runs, packed: torch.Tensor, levels: torch.Tensor, outs
         return
     addresses = runs.addresses(outs)
     _unpack(len(runs.word_programs), runs.device, None, 0, runs.word_programs, runs.table, addresses.table, packed,
-            levels, runs.block_elements, scale, _are_aligned(*outs))
+            levels, runs.block_elements, scale, addresses.aligned)
     addresses.release()
 
 
@@ -273,7 +275,7 @@ def unpack_counts_runs(runs: Runs, counts: torch.Tensor, bits: int, levels: torc
     _check("levels", levels, torch.float32, (runs.blocks, 2), runs.device)
     addresses = runs.addresses(outs)
     _weigh(len(runs.word_programs), runs.device, None, 0, runs.word_programs, runs.table, addresses.table, counts, bits,
-           levels, runs.block_elements, scale, _are_aligned(*outs))
+           levels, runs.block_elements, scale, addresses.aligned)
     addresses.release()
 
 
@@ -468,11 +470,13 @@ def _check_counts(counts: torch.Tensor, bits: int, words: int, device: torch.dev
 
 
 def _check_runs(name: str, tensors: Sequence[torch.Tensor], runs: Runs) -> None:
+    """Tensors of float32, one for each run; checked by few calls, as a bucket may have hundreds."""
     if len(tensors) != len(runs.elements):
         raise ValueError(f"{name} are of {len(tensors)} runs, but there are {len(runs.elements)}")
-    for run, (tensor, elements) in enumerate(zip(tensors, runs.elements)):
-        if (tensor.dtype is not torch.float32 or tensor.shape != (elements,) or tensor.device != runs.device
-                or not tensor.is_contiguous()):
+    if (tuple(map(torch.Tensor.numel, tensors)) != runs.elements
+            or set(map(_DIM_TYPE_AND_DEVICE, tensors)) - {(1, torch.float32, runs.device)}
+            or not all(map(torch.Tensor.is_contiguous, tensors))):
+        for run, (tensor, elements) in enumerate(zip(tensors, runs.elements)):
             _check(f"{name}[{run}]", tensor, torch.float32, (elements,), runs.device)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import training
 from hvd_twobit import kernels
 from hvd_twobit.torch import allreduce, coder, exchange, placement
 from tests import tensor_reference
@@ -24,6 +25,8 @@ CODERS = {"sent from the device": coder.DeviceCoder, "sent from the host": coder
 
 def run(configurations: Sequence[str], amp: Sequence[str], triton: Sequence[str]) -> dict[str, Any]:
     """By kernels and way of sending, what ``torch_optimizer`` and ``torch_amp`` return; and which coders were used.
+
+    Where there is Triton, also what differs in the training of ``benchmarks/gpu_check.py``.
 
     Args:
         configurations: of ``torch_optimizer``, with the kernels of the reference.
@@ -38,6 +41,8 @@ def run(configurations: Sequence[str], amp: Sequence[str], triton: Sequence[str]
         if triton:
             with compressed_on_a_device(sending, kernels.load("triton")):
                 results[sending]["triton"] = torch_optimizer.run(triton)
+    if triton:
+        results["gpu_check"] = training.compared(torch.device("cpu"), [(20,)], steps=2)
     return results
 
 

@@ -1,0 +1,1 @@
+"""What ``benchmarks/gpu_check.py`` checks on a GPU before it measures."""
