@@ -557,6 +557,25 @@ class Codec:
                 yield dataclasses.replace(piece, bits=arrived.header.form,
                                           counts=arrived.planes[:, width * words.start:width * words.stop])
 
+    def alike(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """The pieces of one tensor in one form, which they do not have where its buckets went by different transports.
+
+        Their values are the same in every form.
+        """
+        if all((piece.codes is None) == (pieces[0].codes is None) for piece in pieces):
+            return pieces
+        return [piece if piece.codes is None else self._in_form_of(
+            next(other for other in pieces if other.codes is None), piece, piece.codes) for piece in pieces]
+
+    def _in_form_of(self, other: Piece, piece: Piece, codes: np.ndarray) -> Piece:
+        if other.counts is None:
+            sums = np.empty(piece.part.elements, np.float32)
+            self._kernels.unpack_sum(codes, piece.levels, piece.block_elements, sums)
+            return dataclasses.replace(piece, codes=None, sums=sums)
+        counts = np.empty((len(other.counts), kernels.counts_nbytes(codes.shape[1] // 4, other.bits)), np.uint8)
+        self._kernels.pack_counts(codes, other.bits, counts)
+        return dataclasses.replace(piece, codes=None, counts=counts, bits=other.bits, levels=piece.levels[:1])
+
     def advance(self, contents: Contents, name: str) -> None:
         """Levels of a tensor move on, behind its exchange in a bucket."""
         following: np.ndarray | None = None

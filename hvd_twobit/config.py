@@ -42,9 +42,27 @@ TRANSPORT_VARIABLE = "HVD_TWOBIT_TRANSPORT"
 HIERARCHICAL_VARIABLE = "HVD_TWOBIT_HIERARCHICAL"
 """The environment variable that overrides ``hierarchical``."""
 
+KERNELS_VARIABLE = "HVD_TWOBIT_KERNELS"
+"""The environment variable that tells where gradients on a device are compressed."""
+
+KERNELS = (AUTO, "numba", "triton")
+"""Its values: on the device where that works, on the host, or with PyTorch on the device or not at all."""
+
 _HIERARCHICAL = {"1": True, "true": True, "0": False, "false": False, AUTO: AUTO}
 
 _BLOCK_GRANULE = 16  # Blocks are whole words of packed codes.
+
+
+def kernels_asked_for() -> str:
+    """One of ``KERNELS``, as the environment says.
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    asked = os.environ.get(KERNELS_VARIABLE) or AUTO
+    if asked not in KERNELS:
+        raise ConfigError(f"the environment variable {KERNELS_VARIABLE} must be auto, numba or triton, not {asked!r}")
+    return asked
 
 
 @dataclasses.dataclass(frozen=True)

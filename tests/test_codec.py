@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_twobit import kernels
-from hvd_twobit.buckets import Bucket, plan
+from hvd_twobit.buckets import Bucket, Part, plan
 from hvd_twobit.codec import Codec
 from hvd_twobit.config import TRANSPORTS, TwoBitConfig
 from hvd_twobit.errors import PayloadError, ResidualError
 from hvd_twobit.residuals import ResidualRegistry
 
-from .backends import ON_ARRAYS
+from .backends import DEFINITION, ON_ARRAYS
 from .exchanges import arrived, bucket_of, decode, payload
 from .simulation import SimulatedAdaptiveTensor, SimulatedTensor, assert_same_bits, gradient, uncompressed
 
@@ -83,6 +83,31 @@ def test_a_tensor_that_is_cut_into_buckets_is_the_same_as_a_whole_one(transport:
             assert_same_bits(registry.tensor("w", (2000,)).levels, whole[rank][1].tensor("w", (2000,)).levels, "levels")
         for name in ("compressed_exchanges", "nonzero_share", "level", "residual_norm"):
             assert len({getattr(registry.stats()["w"], name) for _, registry in (whole[0], cut[0])}) == 1
+
+
+@pytest.mark.parametrize("thresholds, form", [([(0.5, -0.5)] * 3, "counts"), ([(0.5, -0.25)] * 3, "counts"),
+                                              ([(0.5, -0.5), (0.1, -0.1), (0.3, -2.0)], "sums")])
+@pytest.mark.parametrize("transports", [("allgather", "sra"), ("sra", "allgather"), ("sra", "sra")])
+def test_pieces_of_a_tensor_that_travelled_apart_get_one_form_of_the_same_values(
+        thresholds: list[tuple[float, float]], form: str, transports: tuple[str, str]) -> None:
+    codecs = [codec("numba", *pair)[0] for pair in thresholds]
+    gradients = [{"w": gradient(1, rank, 0, "w", (2500,))} for rank in range(3)]
+    gradients[2]["w"][1100] = np.nan
+    buckets = [Bucket((Part("w", (2500,), *bounds),)) for bounds in ((0, 1024), (1024, 2500))]
+    contents = [arrived(codecs, bucket, gradients, transport)[0] for bucket, transport in zip(buckets, transports)]
+    wanted, found = np.empty((2, 2500), np.float32)
+    for received in contents:
+        codecs[0].decode(received, "w", wanted, 1 / 3)
+    for piece in codecs[0].alike([piece for received in contents for piece in codecs[0].pieces(received, "w")]):
+        assert [name for name in ("codes", "counts", "sums") if getattr(piece, name) is not None] == [form]
+        out = found[piece.part.start:piece.part.stop]
+        if piece.counts is not None:
+            assert piece.levels.shape[0] == 1
+            DEFINITION.unpack_counts(piece.counts, piece.bits, piece.levels[0], piece.block_elements, out, 1 / 3)
+        elif piece.sums is not None:
+            out[:] = piece.sums.astype(np.float64) / 3
+    assert np.count_nonzero(wanted) > 100
+    assert_same_bits(found, wanted, "gradient")
 
 
 def test_a_step_allocates_nothing_of_the_gradients_size() -> None:

@@ -13,7 +13,7 @@ decided there, and the graph has both ways.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -21,8 +21,10 @@ import numpy as np
 import tensorflow as tf
 
 from ..agreement import are_equal, disagreement
+from .devices import HOST_DEVICE
 from .graphs import collective_name, count_exchange, exchanges_before, held_until, meeting_name, refuse_xla
 from .hierarchy import TwoLevel, is_elastic, levels_of
+from .on_devices import OnDevices
 from .plan import Load, Plan, Settings, Tensor, Travel, Unit
 from .transfer import OneLevel
 
@@ -106,8 +108,9 @@ class _Builder:
         process_set_id = self._settings.process_set.process_set_id
         others = tf.logical_and(tf.equal(hvd.process_set_included_op(process_set_id), 1),
                                 tf.greater(hvd.size_op(process_set_id), 1))
-        return list(tf.nest.flatten(tf.cond(others, lambda: self._among_ranks(gradients, loss_scale),
-                                            lambda: list(gradients)), expand_composites=False))
+        return list(tf.nest.flatten(self._either(others, lambda: self._among_ranks(gradients, loss_scale),
+                                                 lambda: list(gradients), range(len(gradients))),
+                                    expand_composites=False))
 
     def _among_ranks(self, gradients: Sequence[Any], loss_scale: tf.Tensor | None) -> list[Any]:
         agreed, compressed = self._agree(gradients, loss_scale)
@@ -130,7 +133,8 @@ class _Builder:
             # One decision for all: TensorFlow would run one after the other the branches that change residuals, each
             # with its collective, as it does during warm-up.
             all_ready = tf.reduce_all(tf.gather(compressed, [number for number, _ in warming]))
-            results = tf.cond(all_ready, steady, warming_up)
+            results = self._either(all_ready, steady, warming_up, [position for _, unit in warming
+                                                                   for position in unit.positions])
         else:
             results = steady()
         for (_, unit), result in zip(warming, results):
@@ -150,7 +154,29 @@ class _Builder:
             by_position = self._compressed(self._plan.loads_of(unit), gradients, agreed)
             return [by_position[position] for position in unit.positions]
 
-        return list(tf.cond(compressed, in_buckets, lambda: self._warming_up(tensors, parts, agreed)))
+        return list(self._either(compressed, in_buckets, lambda: self._warming_up(tensors, parts, agreed),
+                                 unit.positions))
+
+    def _either(self, predicate: tf.Tensor, yes: Callable[[], Any], no: Callable[[], Any],
+                positions: Iterable[int]) -> Any:
+        """``tf.cond``, whose results are gradients of these tensors: they stay on the device that all of them share.
+
+        TensorFlow would choose a device for them, and copy them there.
+        """
+        devices = {self._tensors[position].device for position in positions}
+        device = devices.pop() if len(devices) == 1 else None
+        if device is None:
+            return tf.cond(predicate, yes, no)
+
+        def anywhere(build: Callable[[], Any]) -> Callable[[], Any]:
+            def branch() -> Any:
+                with tf.device(None):
+                    return build()
+
+            return branch
+
+        with tf.device(device):
+            return tf.cond(predicate, anywhere(yes), anywhere(no))
 
     def _of(self, unit: Unit, gradients: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
         return ([self._tensors[position] for position in unit.positions],
@@ -185,7 +211,7 @@ class _Builder:
             statement, compressed = plan.of_step(shapes)
             return statement.addends if adds else np.frombuffer(statement.digest, np.uint8).copy(), compressed
 
-        with tf.device("/cpu:0"):
+        with tf.device(HOST_DEVICE):
             scale = tf.constant(0.0) if loss_scale is None else tf.cast(loss_scale, tf.float32)
             mine, compressed = tf.numpy_function(begin, [exchanges_before(), scale, *shapes],
                                                  [tf.int64 if adds else tf.uint8, tf.bool])
@@ -231,26 +257,29 @@ class _Builder:
 
         A LossScaleOptimizer skips the step then.
         """
-        values = [part.values if isinstance(part, tf.IndexedSlices) else part for part in reduced]
+        def all_finite(tensor: Tensor, part: Any) -> tf.Tensor:
+            with tf.device(tensor.device or HOST_DEVICE):
+                return tf.reduce_all(tf.math.is_finite(part.values if isinstance(part, tf.IndexedSlices) else part))
 
         def undo(finite: np.ndarray) -> np.ndarray:
             if not finite:
                 self._plan.undo_step()
             return np.zeros((), np.int32)
 
-        with tf.device("/cpu:0"):
-            return tf.numpy_function(undo, [tf.reduce_all([tf.reduce_all(tf.math.is_finite(part)) for part in values])],
-                                     tf.int32)
+        found = [all_finite(*pair) for pair in zip(self._tensors, reduced)]
+        with tf.device(HOST_DEVICE):
+            return tf.numpy_function(undo, [tf.reduce_all(found)], tf.int32)
 
     # The ways to travel.
 
     def _compressed(self, loads: Sequence[Load], gradients: Sequence[Any], agreed: tf.Tensor) -> dict[int, tf.Tensor]:
         """The reduced gradients by position."""
         reduced: dict[int, tf.Tensor] = {}
-        kind = OneLevel if self._settings.levels is None else TwoLevel
         for load in loads:
-            transfer = kind(self._settings, [self._tensors[position] for position in load.positions], load.buckets,
-                            self._elastic)
+            tensors = [self._tensors[position] for position in load.positions]
+            on_devices = any(tensor.device is not None for tensor in tensors)
+            kind = TwoLevel if self._settings.levels is not None else OnDevices if on_devices else OneLevel
+            transfer = kind(self._settings, tensors, load.buckets, self._elastic)
             reduced.update(zip(load.positions,
                                transfer.build([gradients[position] for position in load.positions], agreed)))
         return reduced
@@ -291,7 +320,7 @@ class _Builder:
                 shares.observe(tensor.name, flat, settings.exchanging.size(), settings.scale)
             return np.zeros((), np.int32)
 
-        with tf.device("/cpu:0"):
+        with tf.device(HOST_DEVICE):
             flat = tf.reshape(tf.cast(summed, tf.float32), [-1])
             # Declared stateful, as TensorFlow would drop a function whose result nobody needs.
             return tf.numpy_function(observe, [flat], tf.int32)

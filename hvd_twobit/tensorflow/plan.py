@@ -28,6 +28,7 @@ from ..machines import Levels
 from ..reduction import Reduction, refuse_dtype
 from ..sharding import ShardedResiduals
 from ..transports import Planned, plan_buckets, restricted, transport_of
+from .devices import device_of
 from .variables import VariableResiduals, unique
 
 _ELASTIC_RANKS = 128
@@ -120,6 +121,7 @@ class Tensor:
         dtype: the gradient's dtype.
         travel: how it is sent.
         group: number of Horovod's group that it belongs to.
+        device: where it is compressed; None for the host.
     """
 
     label: str
@@ -130,6 +132,7 @@ class Tensor:
     dtype: tf.DType
     travel: Travel
     group: int
+    device: str | None = None
 
     @property
     def elements(self) -> int:
@@ -342,6 +345,7 @@ def describe(config: TwoBitConfig, gradient: Any, variable: Any, label: str, res
 
     Raises:
         UnsupportedOperationError: the gradient is not of real floating point numbers.
+        ConfigError: see ``device_of``.
     """
     if not gradient.dtype.is_floating:
         refuse_dtype(label, gradient.dtype.name)
@@ -360,7 +364,7 @@ def describe(config: TwoBitConfig, gradient: Any, variable: Any, label: str, res
     name = "" if residuals is None else residuals.name_of(variable)
     return Tensor(label=label, residuals=residuals, name=name,
                   key=label if residuals is None else residuals.key(name, label), shape=shape, dtype=gradient.dtype,
-                  travel=travel, group=group)
+                  travel=travel, group=group, device=None if sparse else device_of(variable))
 
 
 def labels_of(variables: Sequence[Any], generic: bool) -> list[str]:

@@ -33,6 +33,7 @@ from ..buckets import Bucket
 from ..codec import BucketLayout, Contents
 from ..tallies import TallyLayout
 from .buffers import aligned_empty, aligned_zeros
+from .devices import HOST_DEVICE
 from .graphs import collective_name, held_until
 from .plan import Settings, Tensor, named
 from .variables import VariableResiduals
@@ -52,7 +53,7 @@ class CodedBucket:
         residuals: of what the bucket holds.
         prefix: see ``collective_name``.
         label: what the bucket's collectives are named after; the same on every rank.
-        transport: how it travels, where that is known before the step; else ``"auto"``.
+        transport: how it travels, where that is known before the step; else ``"auto"``. An attribute, too.
         bucket: what it holds in a step with such shapes.
         transport_in_step: how it travels in that step.
     """
@@ -64,7 +65,7 @@ class CodedBucket:
         self._lock = residuals.lock
         self._prefix = prefix
         self._label = label
-        self._transport = transport
+        self.transport = transport
         self._bucket = bucket
         self._transport_in_step = transport_in_step
         self._last_layout: tuple[Any, BucketLayout] | None = None
@@ -77,13 +78,21 @@ class CodedBucket:
             gradients: name and float32[elements] of every tensor of the bucket.
             shapes: see ``Shapes``.
         """
+        def write(layout: BucketLayout, payloads: np.ndarray) -> None:
+            for name, gradient in gradients:
+                self._codec.encode(layout, payloads, name, gradient)
+
+        return self.written(write, shapes)
+
+    def written(self, write: Callable[[BucketLayout, np.ndarray], None],
+                shapes: Shapes) -> tuple[np.ndarray, np.ndarray]:
+        """As ``encode``, where ``write`` writes codes and block tables, by ``Codec.encode`` or ``Codec.place``."""
         # Read anew at every step: an elastic job changes the number of ranks.
         transport = self._transport_in_step(shapes)
         layout = self._layout(self._process_set.size() if transport == "sra" else 1, shapes)
         payloads = aligned_zeros(layout.nbytes)  # New in each step: Horovod may still be reading the one before.
         with self._lock:
-            for name, gradient in gradients:
-                self._codec.encode(layout, payloads, name, gradient)
+            write(layout, payloads)
             self._codec.seal(layout, payloads)
         if transport == "allreduce":
             return self._integers(layout, payloads), np.empty(0, np.int32)
@@ -123,9 +132,9 @@ class CodedBucket:
             return hvd.allgather(sums, name=self._name(GATHER, "sums."), ignore_name_scope=True,
                                  process_set=self._process_set), failure
 
-        if self._transport == "auto":
+        if self.transport == "auto":
             return tf.switch_case(tf.minimum(tf.size(splits), 2), [by_allreduce, by_allgather, by_sra])
-        return {"allgather": by_allgather, "sra": by_sra, "allreduce": by_allreduce}[self._transport]()
+        return {"allgather": by_allgather, "sra": by_sra, "allreduce": by_allreduce}[self.transport]()
 
     def _name(self, kind: str, of: str = "") -> str:
         return collective_name(kind, f"{of}{self._label}", self._prefix)
@@ -154,7 +163,7 @@ class CodedBucket:
         layout = self._layout(max(1, payloads), shapes)
         if payloads == 0:
             return self._codec.receive_tallies(layout, self._tallies(layout), arrived.view(np.uint32))
-        if payloads > 1 or self._transport == "sra":  # By which one rank alone, of the only machine, sends one.
+        if payloads > 1 or self.transport == "sra":  # By which one rank alone, of the only machine, sends one.
             return self._codec.receive_sums(layout, arrived)
         return self._codec.receive(layout, arrived, self._process_set.size())
 
@@ -207,11 +216,19 @@ class Transfer:
 
     def build(self, gradients: Sequence[tf.Tensor], agreed: tf.Tensor) -> list[tf.Tensor]:
         """The reduced gradients, symbolically; collectives wait for ``agreed``."""
-        with tf.device("/cpu:0"):
-            flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
+        flat = [self._flat(*pair) for pair in zip(self._tensors, gradients)]
+        with tf.device(HOST_DEVICE):
             shapes = [tf.shape(gradients[0])] if self._by_size else []
-            return [tf.cast(tf.reshape(out, tf.shape(gradient) if self._by_size else tensor.shape), tensor.dtype)
-                    for tensor, gradient, out in zip(self._tensors, gradients, self._exchanged(flat, shapes, agreed))]
+            reduced = self._exchanged(flat, shapes, agreed)
+        return [self._shaped(*triple) for triple in zip(self._tensors, gradients, reduced)]
+
+    def _flat(self, tensor: Tensor, gradient: tf.Tensor) -> tf.Tensor:
+        with tf.device(self._device(tensor)):
+            return tf.reshape(tf.cast(gradient, tf.float32), [-1])
+
+    def _shaped(self, tensor: Tensor, gradient: tf.Tensor, reduced: tf.Tensor) -> tf.Tensor:
+        with tf.device(self._device(tensor)):
+            return tf.cast(tf.reshape(reduced, tf.shape(gradient) if self._by_size else tensor.shape), tensor.dtype)
 
     def _bucket(self, number: int, shapes: Shapes) -> Bucket:
         return Bucket.of(self._tensors[0].name, known(shapes)[0]) if self._by_size else self._buckets[number]
@@ -225,6 +242,10 @@ class Transfer:
                 for memory, part in zip(self._memory, self._bucket(0, shapes).parts)]
 
     # What subclasses do.
+
+    def _device(self, tensor: Tensor) -> str:
+        """Where a tensor's gradient is compressed and the reduced one made."""
+        return HOST_DEVICE
 
     def _of_codes(self, number: int, shapes: Shapes) -> Bucket:
         """What travels of a bucket as codes."""

@@ -22,6 +22,7 @@ from ..config import TwoBitConfig
 from ..residuals import ResidualRegistry
 from ..sharding import ShardedResiduals
 from .buffers import Recycled
+from .devices import DeviceMemory
 
 
 class VariableResiduals:
@@ -45,6 +46,7 @@ class VariableResiduals:
         self._shares: dict[Any, ShardedResiduals] = {}
         self._keys: dict[str, str] = {}
         self._memory: dict[tuple[str, str], Recycled] = {}
+        self._on_device: dict[tuple[str, str, int | None], DeviceMemory] = {}
 
     def name_of(self, variable: tf.Variable) -> str:
         """The name of the variable's residual: the variable's, with ``_1``, ``_2`` … where another one bears it."""
@@ -85,6 +87,13 @@ class VariableResiduals:
         """Memory for what belongs to a name: where its gradients are decoded, and other uses."""
         return self._memory.setdefault((name, use), Recycled())
 
+    def on_device(self, name: str, device: str, elements: int | None) -> DeviceMemory:
+        """The place of the residual of a name on a device, made once; ``elements`` None: its size may change."""
+        key = name, device, elements
+        if key not in self._on_device:
+            self._on_device[key] = DeviceMemory(f"twobit_residual/{name.partition(':')[0]}", device, elements)
+        return self._on_device[key]
+
     def _forget_dead(self) -> None:
         dead = {name for name, holder in self._holders.items() if holder() is None}
         for name in dead:
@@ -94,6 +103,7 @@ class VariableResiduals:
                 shares.forget(name)
             self.residuals.discard(name)
         self._memory = {use: memory for use, memory in self._memory.items() if use[0] not in dead}
+        self._on_device = {place: memory for place, memory in self._on_device.items() if place[0] not in dead}
         self._names = {identity: name for identity, name in self._names.items() if name in self._holders}
 
 

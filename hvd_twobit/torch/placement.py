@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import types
 from collections.abc import Iterable
 
@@ -20,13 +19,11 @@ import torch
 
 from .. import kernels, payload
 from ..codec import Codec
+from ..config import KERNELS_VARIABLE, kernels_asked_for
 from ..errors import ConfigError
 from ..transports import Planned
 from .coder import Coder, DeviceCoder, HostCoder, StagedCoder
 from .memory import DeviceMemory
-
-KERNELS_VARIABLE = "HVD_TWOBIT_KERNELS"
-"""The environment variable that tells which kernels compress: see ``Placement.of``."""
 
 logger = logging.getLogger("hvd_twobit")
 
@@ -61,10 +58,7 @@ class Placement:
         Raises:
             ConfigError: the variable has another value, or Triton was asked for and cannot be used.
         """
-        asked = os.environ.get(KERNELS_VARIABLE) or "auto"
-        if asked not in ("auto", "numba", "triton"):
-            raise ConfigError(f"the environment variable {KERNELS_VARIABLE} must be auto, numba or triton, not "
-                              f"{asked!r}")
+        asked = kernels_asked_for()
         found = set(devices)
         if asked == "numba" or len(found) != 1 or (asked == "auto" and next(iter(found)).type != "cuda"):
             if asked == "triton" and found:

@@ -11,6 +11,7 @@ from hvd_twobit.bench.tensorflow_exchange import Exchange, Gradients
 from tests.scenarios import (
     tensorflow_allreduce,
     tensorflow_bad_input,
+    tensorflow_devices,
     tensorflow_documents,
     tensorflow_gradients,
     tensorflow_uses,
@@ -30,10 +31,12 @@ def bench() -> dict[str, Any]:
 
 def run() -> dict[str, Any]:
     """By scenario file, what it returns on this rank; all but some configurations of gradients run on 2 ranks only."""
+    tensorflow_devices.prepare()
     # The process sets that two levels add stay, and Horovod has no two of the same ranks.
     results: dict[str, Any] = {"allreduce": tensorflow_allreduce.run()} if hvd.size() == 2 else {}
     results["gradients"] = tensorflow_gradients.run(tensorflow_gradients.configurations(hvd.size()))
     if hvd.size() == 2:
+        results["devices"] = tensorflow_devices.run()
         results["variables"] = tensorflow_variables.run()
         results["uses"] = tensorflow_uses.run()
         results["documents"] = tensorflow_documents.run()

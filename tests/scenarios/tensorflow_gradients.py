@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from hvd_twobit.config import TRANSPORTS
 from hvd_twobit.tensorflow import TwoBit, residuals_of
+from tests.scenarios.tensorflow_devices import DEVICE
 from tests.simulation import SimulatedMachines, gradient, simulated, uncompressed, uncompressed_steps
 
 STEPS = 20
@@ -51,6 +52,7 @@ class Configuration:
         loss_scale: the loss scale of mixed precision training, in which gradients are computed in float16.
         dynamic: the loss scale changes; residuals and levels have to follow it, and steps with an overflow are skipped.
         steps_per_execution: of Keras's fit: so many steps are one loop in the graph.
+        on_device: variables lie on a device that compresses, see ``tests.scenarios.tensorflow_devices``.
     """
 
     route: str = "tape_in_function"
@@ -68,6 +70,7 @@ class Configuration:
     loss_scale: int = 1
     dynamic: bool = False
     steps_per_execution: int = 1
+    on_device: bool = False
 
 
 def _keras(route: str, compression: Any = None, **others: Any) -> Configuration:
@@ -167,6 +170,22 @@ CONFIGURATIONS = {
     "Keras's fit in mixed precision, legacy": _keras("fit_legacy", loss_scale=8, compression=dict(threshold=0.375)),
 }
 CONFIGURATIONS.update({
+    "on a device, adaptive levels in bfloat16 of everything with an overflow, eagerly": Configuration(
+        "tape_eagerly", dict(min_elements=0, block_elements=64), dtype="bfloat16", overflow=True, on_device=True),
+    "on a device, sra in small buckets, sum with warm-up in groups": Configuration(
+        compression=dict(transport="sra", bucket_cap_mb=0.006, warmup_steps=2), options=dict(groups=2, op="Sum"),
+        on_device=True),
+    "on a device, sra, another threshold on every rank": Configuration(
+        compression=[dict(threshold=threshold, transport="sra") for threshold in (0.5, 0.1, 2.5)], on_device=True),
+    "on a device, another threshold on every rank": Configuration(
+        compression=[dict(threshold=0.5), dict(threshold=0.1), dict(threshold=2.5)], on_device=True),
+    "on a device, allreduce, asymmetric thresholds": Configuration(compression=dict(
+        positive_threshold=0.2, negative_threshold=-0.45, transport="allreduce"), on_device=True),
+    "on a device, unknown shapes": Configuration(compression={}, unknown_shape="variable", on_device=True),
+    "on a device, Keras's fit, dynamic loss scale": _keras("fit", {}, loss_scale=64, dynamic=True, overflow=True,
+                                                           on_device=True),
+    "on a device, two levels": Configuration(compression=dict(hierarchical=True), on_device=True),
+    "on a device, a session": Configuration("session", {}, on_device=True),
     "two levels": Configuration(compression=dict(hierarchical=True)),
     "two levels, auto, eagerly": Configuration("tape_eagerly", dict(hierarchical="auto")),
     "two levels, auto with a process set": Configuration(compression=dict(hierarchical="auto"), subset=True),
@@ -208,6 +227,8 @@ def configurations(ranks: int) -> list[str]:
 
 def _depends_on_ranks(configuration: Configuration) -> bool:
     arguments = configuration.compression
+    if configuration.on_device:
+        return False
     if arguments is None or isinstance(arguments, list) or configuration.subset or (
             arguments.keys() & {"transport", "hierarchical"}):
         return True
@@ -260,7 +281,8 @@ def run(names: Sequence[str]) -> dict[str, Any]:
         print("configuration", name, flush=True)
         configuration = CONFIGURATIONS[name]
         steps: list[dict[str, np.ndarray]] = []
-        registry = globals()[configuration.route](configuration, steps, subset)
+        with tf.device(DEVICE if configuration.on_device else None):
+            registry = globals()[configuration.route](configuration, steps, subset)
         state = registry.state_dict()
         results[name] = {"steps": steps, "residuals": state["residuals"], "levels": state["levels"],
                          "loss_scale": state.get("loss_scale", 1.0)}
