@@ -6,6 +6,10 @@ import re
 from typing import Any
 
 import pytest
+import torch
+
+from hvd_twobit.residuals import ResidualRegistry
+from hvd_twobit.torch.loss_scale import LossScale
 
 from .jobs import results_of, waits_for_the_job
 from .scenarios import torch_amp as scenario
@@ -55,3 +59,33 @@ def test_mistakes_with_scalers_are_told_to_every_rank() -> None:
         assert told.keys() == MISTAKES.keys()
         for mistake, message in told.items():
             assert re.match(MISTAKES[mistake], message), message
+
+
+def test_the_scale_is_read_when_it_may_have_changed_and_not_in_a_gradient_hook(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    residuals, scaler = ResidualRegistry(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss_scale = LossScale(residuals, scaler)
+    loss_scale.follow()
+    with monkeypatch.context() as patched:
+        patched.setattr(scaler, "get_scale", lambda: pytest.fail("the device was waited for"))
+        loss_scale.follow()
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
+    assert residuals.loss_scale == 1024
+    loss_scale.follow()
+    assert residuals.loss_scale == 4
+    scaler.scale(torch.ones(1))
+    scaler.update(8.0)
+    assert residuals.loss_scale == 8
+
+
+def test_the_scale_of_a_scaler_that_changes_it_in_its_own_way_is_read_at_every_step() -> None:
+    class Own(torch.amp.GradScaler):
+        def update(self, new_scale: Any = None) -> None:
+            self._init_scale *= 2
+
+    residuals, scaler = ResidualRegistry(), Own("cpu", init_scale=2.0)
+    loss_scale = LossScale(residuals, scaler)
+    loss_scale.follow()
+    scaler.update()
+    loss_scale.follow()
+    assert residuals.loss_scale == 4

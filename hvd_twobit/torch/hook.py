@@ -10,7 +10,7 @@ Horovod's public functions that take ``compression=`` are replaced to refuse an 
 part in, and ``join``, after which ranks have to agree on levels again. Whoever imported such a function before is told
 as well, where it is about to send what ``TwoBit.compress`` made.
 
-Three public methods of PyTorch's ``GradScaler`` are replaced likewise: where a scaler meets an optimizer, and changes.
+Four public methods of PyTorch's ``GradScaler`` are replaced likewise: where a scaler meets an optimizer, and changes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..residuals import ResidualRegistry
 from .compressor import TwoBit
 from .elastic import register
 from .exchange import Exchange, Handle, Pending
-from .loss_scale import updated
+from .loss_scale import reloaded, updated
 
 
 def install() -> None:
@@ -58,6 +58,7 @@ def install() -> None:
     replace(torch.amp.GradScaler, "unscale_", _scaler_unscale)
     replace(torch.amp.GradScaler, "step", _scaler_step)
     replace(torch.amp.GradScaler, "update", _scaler_update)
+    replace(torch.amp.GradScaler, "load_state_dict", _scaler_load_state_dict)
     for name in ("allreduce", "grouped_allreduce"):
         replace(horovod_ops, name, _allreduce)
         replace(horovod_ops, f"_{name}_async", _allreduce_async)
@@ -223,6 +224,11 @@ def _refuse_unsynchronized(optimizer: Any) -> None:
 def _scaler_update(original: Any, self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     updated(self)
+
+
+def _scaler_load_state_dict(original: Any, self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    reloaded(self)
 
 
 def _refuse_adasum(original: Any, self: Any, params: Any, named_parameters: Any, compression: Any, *args: Any,

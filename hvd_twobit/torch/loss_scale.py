@@ -9,6 +9,9 @@ then the scale has not changed since the optimizer's first exchange. Only where 
 is that too late, if they are in another unit: loaded from a checkpoint, or left by steps without a scaler. Then
 ``seen`` raises instead of going on with wrong residuals. Residuals follow as soon as the scaler is updated, so that
 what is saved with the scaler's state is in its unit.
+
+The scale lies on the scaler's device, and to read it is to wait for that. So it is read when the scaler was updated or
+has loaded a state, and not in a gradient hook.
 """
 
 from __future__ import annotations
@@ -24,9 +27,16 @@ _followers: weakref.WeakKeyDictionary[torch.amp.GradScaler, weakref.WeakSet[Loss
 
 
 def updated(scaler: torch.amp.GradScaler) -> None:
-    """The scaler's scale may have changed."""
+    """The scaler's scale may have changed, and residuals follow."""
     for loss_scale in list(_followers.get(scaler, ())):
+        loss_scale.forget()
         loss_scale.follow()
+
+
+def reloaded(scaler: torch.amp.GradScaler) -> None:
+    """The scaler's scale may have changed; residuals, which may still be loaded, follow at the next step."""
+    for loss_scale in list(_followers.get(scaler, ())):
+        loss_scale.forget()
 
 
 class LossScale:
@@ -40,6 +50,7 @@ class LossScale:
     def __init__(self, residuals: ResidualRegistry, scaler: torch.amp.GradScaler | None) -> None:
         self._residuals = residuals
         self._scaler: torch.amp.GradScaler | None = None
+        self._scale: float | None = None
         self._began_without_scale = False
         self.applied = False
         """Whether the optimizer's step was applied since ``expect_step``."""
@@ -49,10 +60,16 @@ class LossScale:
     def follow(self) -> None:
         """Between two steps: bring residuals and levels into the unit of the next one's gradients."""
         if self._scaler is not None:
-            self._residuals.follow_loss_scale(self._scaler.get_scale())
+            if self._scale is None or not _tells_changes(self._scaler):
+                self._scale = self._scaler.get_scale()
+            self._residuals.follow_loss_scale(self._scale)
         else:
             self._residuals.can_undo = self._residuals.loss_scale is not None  # A scaler is about to be known.
             self._began_without_scale = self._residuals.loss_scale is None and len(self._residuals) > 0
+
+    def forget(self) -> None:
+        """The scale may be another now."""
+        self._scale = None
 
     def expect_step(self) -> None:
         """The scaler is about to apply the optimizer's step, or to skip it."""
@@ -86,6 +103,13 @@ class LossScale:
         self._bind(scaler)
 
     def _bind(self, scaler: torch.amp.GradScaler) -> None:
-        self._scaler = scaler
+        self._scaler, self._scale = scaler, None
         self._residuals.can_undo = True
         _followers.setdefault(scaler, weakref.WeakSet()).add(self)
+
+
+def _tells_changes(scaler: torch.amp.GradScaler) -> bool:
+    """Whether ``updated`` and ``reloaded`` are called of it: subclasses may have methods of their own."""
+    kind = type(scaler)
+    return (kind.update is torch.amp.GradScaler.update
+            and kind.load_state_dict is torch.amp.GradScaler.load_state_dict)
