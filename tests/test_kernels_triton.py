@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from hvd_twobit.kernels import Quantizer, block_count, count_bits, counts_nbytes, packed_nbytes, whole_tensor
-from hvd_twobit.kernels.reference import _sum_in_lanes
+from hvd_twobit.kernels.reference import sum_in_lanes
 from hvd_twobit.payload import BLOCK_TABLE
 
 from .backends import DEFINITION, TRITON
@@ -76,7 +76,7 @@ def on_tensors(quantizer: Quantizer) -> Quantizer:
 
 def table_entry(selected_sum: np.float32, count: int, residual: np.ndarray) -> tuple[np.float32, int]:
     """What a block table has to tell of a block."""
-    told = selected_sum if count else _sum_in_lanes(np.abs(residual))
+    told = selected_sum if count else sum_in_lanes(np.abs(residual))
     return min(told, np.finfo(np.float32).max), count
 
 
