@@ -150,9 +150,9 @@ class Layout:
         return _consecutive([block_count(elements, self.block_elements) if self.block_elements else 0
                              for elements in self.runs])
 
-    @functools.cached_property
+    @property
     def block_sizes(self) -> np.ndarray:
-        """Elements of each block, int64[blocks]: the last one of a run may be shorter."""
+        """Elements of each block, int64[blocks]: the last one of a run may be shorter. Not kept: made in no time."""
         sizes = np.full(self.blocks, self.block_elements, np.int64)
         for elements, blocks in zip(self.runs, self.run_blocks):
             if blocks.stop > blocks.start:
