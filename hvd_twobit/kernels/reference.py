@@ -303,4 +303,5 @@ def sum_in_lanes(magnitude: np.ndarray) -> np.float32:
         while lanes.size > 1:
             lanes = lanes[:lanes.size // 2] + lanes[lanes.size // 2:]
         total += float(lanes[0])
-    return np.float32(total)
+    with np.errstate(over="ignore"):
+        return np.float32(total)
