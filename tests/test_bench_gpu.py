@@ -167,6 +167,7 @@ def test_a_check_counts_what_is_wrong_and_goes_on_behind_an_exception() -> None:
     assert carry_out("another", impossible, Setup(CPU)).left_out == "nothing to check"
 
 
+@needs_triton
 @pytest.mark.parametrize("texts, status", [(["", ""], 0), (["", "a bit differs"], 1)])
 def test_the_exit_status_tells_whether_anything_differs(texts: list[str], status: int, tmp_path: pathlib.Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +208,7 @@ def test_a_gpu_that_is_not_there_is_one_line(built: str | None, count: int, devi
 
 @pytest.mark.parametrize("module", ["torch", "triton"])
 def test_what_is_not_installed_is_one_line(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == module else find_spec(name))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == module else object())
     result = invoke("cuda")
     assert (result.exit_code, result.output) == (
         1, f'Error: not installed: {module}; pip install "hvd_twobit[gpu]"\n')
@@ -274,6 +274,7 @@ def test_cases_have_the_targets_of_their_size(monkeypatch: pytest.MonkeyPatch) -
         ("quantize_pack_runs", 1)}
 
 
+@needs_triton
 def test_tables_and_json_tell_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     found = [measurement_of(dataclasses.replace(CASE, kernel=kernel), [Sample(9e-5, 1e-4, [1.2e-5], 2e-3)], cache)
              for kernel, cache in (("quantize_pack", 0), ("unpack_sum_runs", 1000))]
