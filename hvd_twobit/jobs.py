@@ -61,12 +61,15 @@ def running(command: Sequence[str], variables: Mapping[str, str], log: pathlib.P
     """
     mark = uuid.uuid4().hex
     with _terminable(), open(log, "w") as output:
-        process = subprocess.Popen(command, env={**variables, _MARK: mark}, stdin=subprocess.DEVNULL, stdout=output,
-                                   stderr=output, start_new_session=True)
+        process: subprocess.Popen | None = None
         try:
+            with _held_back():  # What interrupts Popen leaves a process of which nobody knows.
+                process = subprocess.Popen(command, env={**variables, _MARK: mark}, stdin=subprocess.DEVNULL,
+                                           stdout=output, stderr=output, start_new_session=True)
             yield process
         finally:
-            _end(process, mark)
+            if process is not None:
+                _end(process, mark)
 
 
 def _end(process: subprocess.Popen, mark: str) -> None:
@@ -125,6 +128,26 @@ def _terminable() -> Iterator[None]:
 
 def _exit(number: int, frame: object) -> None:
     sys.exit(128 + number)
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """Within this, Ctrl-C and SIGTERM wait, but not in processes that are started, which inherit a blocked signal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in held:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number in held:
+            signal.signal(number, before[number])
+        for arrived in came:
+            os.kill(os.getpid(), arrived)
 
 
 @contextlib.contextmanager

@@ -249,6 +249,22 @@ def test_what_a_launcher_leaves_is_ended(started: Started, tmp_path: pathlib.Pat
     assert started() == []
 
 
+def test_a_job_that_is_interrupted_while_it_starts_is_ended(started: Started, tmp_path: pathlib.Path,  # noqa: F811
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        process = start(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(jobs.subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        with jobs.running([sys.executable, "-c", "import signal; signal.pause()"], os.environ, tmp_path / "log"):
+            pytest.fail("the interrupt was lost")
+    assert started() == []
+
+
 @pytest.mark.parametrize(("command", "number", "part", "processes"), [
     (["bench", "frontends"], signal.SIGINT, "horovod.runner.launch", 2),
     (["bench", "frontends"], signal.SIGTERM, "horovod.runner.launch", 2),
