@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -322,14 +322,14 @@ class Codec:
             return
         if state.statistics.is_sampled:
             state.statistics.left(state.norm)
-        positive, negative = self._config.positive_threshold, self._config.negative_threshold
-        if positive is None or negative is None:
+        if self._config.adaptive:
             assert state.levels is not None
-            state.statistics.after(math.prod(part.shape), float(state.levels.mean()))
+            state.statistics.after(state.elements, float(state.levels.mean()))
             return
-        state.statistics.after(math.prod(part.shape), self._levels.header(0, 0, self._loss_scale).positive_level)
+        quantizer = self.quantizer(part)
+        state.statistics.after(state.elements, float(quantizer.positive_level[0]))
         if self._warns:
-            threshold = min(positive, -negative) * self._loss_scale
+            threshold = min(float(quantizer.positive_threshold[0]), -float(quantizer.negative_threshold[0]))
             state.statistics.warn_of_fixed_threshold(part.name, threshold, lambda: state.largest)
 
     def seal(self, layout: BucketLayout, payloads: np.ndarray) -> None:
@@ -485,19 +485,20 @@ class Codec:
         """
         chunk, = layout.chunks
         arrived, contributors = added.received(integers, layout.bucket.label)
-        sums, contents = self.accept_tallies(layout, added, arrived)
+        sums, contents = self.accept_tallies(layout, added, arrived, chunk.layout.new_sums)
         self._kernels.unpack_tallies(added.digits(integers), added.tallies, contributors, sums.header.form, sums.planes)
         added.spread(integers, sums.header.form, sums.planes)
         return contents
 
-    def accept_tallies(self, layout: BucketLayout, added: TallyLayout,
-                       arrived: payload.Received) -> tuple[payload.Sums, Contents]:
+    def accept_tallies(self, layout: BucketLayout, added: TallyLayout, arrived: payload.Received,
+                       new_sums: Callable[[payload.SumsHeader], payload.Sums]) -> tuple[payload.Sums, Contents]:
         """What integers stand for, and the counts that have to be taken out of them.
 
         Args:
             layout: how the bucket lies in its payload.
             added: what ``tally_layout`` returned.
             arrived: headers and tables of the ranks that contributed.
+            new_sums: makes memory for counts, where they shall lie.
 
         Returns:
             The counts, without content yet, and the contents that they belong to.
@@ -513,7 +514,7 @@ class Codec:
                                "and transport=\"allreduce\" cannot add up codes that mean different numbers: give "
                                "TwoBit the same thresholds on every rank, or another transport")
         tallies, bits = added.tallies, kernels.count_bits(added.tallies.ranks)
-        sums = chunk.layout.new_counts(bits, tallies.planes, next(iter(arrived.headers.values())))
+        sums = new_sums(chunk.layout.counts_header(bits, tallies.planes, next(iter(arrived.headers.values()))))
         return sums, Contents(layout, [sums], [levels[:1]], [self._levels.next(own, arrived, chunk.layout)])
 
     def decode(self, contents: Contents, name: str, out: np.ndarray, scale: float) -> None:

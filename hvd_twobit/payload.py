@@ -69,8 +69,6 @@ FLOAT32_SUMS = 32
 BLOCK_TABLE = np.dtype([("selected_sum", "<f4"), ("selected_count", "<u4")])
 """One entry of the block table."""
 
-TABLE_ENTRY_NBYTES = BLOCK_TABLE.itemsize
-
 
 @dataclasses.dataclass(frozen=True)
 class Header:
@@ -200,10 +198,6 @@ class Layout:
         memory = np.zeros(self.sums_nbytes(header), np.uint8)
         memory[:HEADER_NBYTES] = np.frombuffer(header.pack(), np.uint8)
         return self.sums(memory, header)
-
-    def new_counts(self, bits: int, planes: int, header: Header) -> Sums:
-        """Counts without content, of codes that stand for what a payload's header says."""
-        return self.new_sums(self.counts_header(bits, planes, header))
 
     def counts_header(self, bits: int, planes: int, header: Header) -> SumsHeader:
         """The header of counts of codes that stand for what a payload's header says."""

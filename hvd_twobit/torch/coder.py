@@ -285,7 +285,7 @@ class DeviceBucket:
             for part, codes, words, blocks in zip(chunk.parts, nonzero, layout.run_words, layout.run_blocks):
                 if part.name in self._gradients:
                     self._codec.end(part, int(codes), 4 * (words.stop - words.start)
-                                    + payload.TABLE_ENTRY_NBYTES * (blocks.stop - blocks.start))
+                                    + payload.BLOCK_TABLE.itemsize * (blocks.stop - blocks.start))
 
     def unpack(self, contents: Contents) -> None:
         """Overwrite every gradient that was put with the scaled sum of what arrived."""
@@ -510,13 +510,18 @@ class DeviceCoder(_DeviceGradients):
         assert added is not None
         front = self._integers[:added.front].cpu().numpy().view(np.uint32)
         arrived, contributors = added.contributed(front, self._layout.bucket.label)
-        sums, contents = self._codec.accept_tallies(self._layout, added, arrived)
-        bits = sums.header.form
-        planes = torch.empty(sums.planes.shape, dtype=torch.uint8, device=self._device)
+        sums, self._contents = self._codec.accept_tallies(self._layout, added, arrived, self._new_sums)
+        bits, planes = sums.header.form, sums.planes
         self._bucket.kernels.unpack_tallies(added.digits(self._integers), added.tallies, contributors, bits, planes)
         for start, stop, value in added.not_finite_bytes(front, bits):
             planes[:, start:stop] = upload(value, self._device)
-        self._contents = dataclasses.replace(contents, chunks=[dataclasses.replace(sums, planes=planes)])
+
+    def _new_sums(self, header: payload.SumsHeader) -> payload.Sums:
+        """Counts of the only chunk, on the device, with nothing before them."""
+        chunk, = self._layout.chunks
+        planes = torch.empty((header.planes, kernels.counts_nbytes(chunk.layout.words, header.form)), dtype=torch.uint8,
+                             device=self._device)
+        return payload.Sums(header, np.empty(0, np.uint8), np.empty(0, np.float32), planes)
 
     def forget(self) -> None:
         super().forget()

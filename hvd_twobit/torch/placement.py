@@ -116,7 +116,7 @@ def _wrong(backend: types.ModuleType, device: torch.device) -> str:
     there = [torch.tensor(gradient, device=device) for gradient in gradients]
     residuals, outs = [torch.zeros_like(one) for one in there], [torch.zeros_like(one) for one in there]
     packed = torch.zeros(4 * runs.words, dtype=torch.uint8, device=device)
-    table = torch.zeros(payload.TABLE_ENTRY_NBYTES * runs.blocks, dtype=torch.uint8, device=device)
+    table = torch.zeros(payload.BLOCK_TABLE.itemsize * runs.blocks, dtype=torch.uint8, device=device)
     level = torch.full((runs.blocks,), 0.5, device=device)
     quantizer = kernels.Quantizer(runs.block_elements, level, -level, level, -level)
     backend.quantize_pack_runs(runs, there, residuals, packed, quantizer, table)
