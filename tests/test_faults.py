@@ -35,10 +35,20 @@ def test_a_rank_that_ends_between_encode_and_decode_ends_the_job(fault: str) -> 
 
 
 def test_steps_that_are_broken_off_leave_nothing_behind(tmp_path: pathlib.Path) -> None:
-    told = horovodrun(2, [sys.executable, "-m", "tests.launcher", str(tmp_path), "torch",
-                          "tests.scenarios.torch_faults:break_off", json.dumps({"folder": str(tmp_path)})],
+    assert "[0]<stdout>:broken off" in run_torch(tmp_path, "break_off")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_gradient_whose_collective_failed_is_told_and_left_behind(grouped: bool, tmp_path: pathlib.Path) -> None:
+    told = run_torch(tmp_path, "fail", grouped=grouped)
+    assert told.count("[0]<stdout>:told:") == 2 and "[0]<stdout>:taken up" in told
+
+
+def run_torch(folder: pathlib.Path, scenario: str, **arguments: object) -> str:
+    """What a job of two ranks prints, of which one leaves in the middle."""
+    return horovodrun(2, [sys.executable, "-m", "tests.launcher", str(folder), "torch",
+                          f"tests.scenarios.torch_faults:{scenario}", json.dumps({"folder": str(folder), **arguments})],
                       timeout_s=DEADLINE_S)
-    assert "[0]<stdout>:broken off" in told
 
 
 def test_a_job_that_is_terminated_within_a_step_ends_with_its_ranks(tmp_path: pathlib.Path) -> None:

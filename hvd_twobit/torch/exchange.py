@@ -36,7 +36,7 @@ from .memory import Download, upload
 from .pipeline import Pipeline
 from .placement import Placement, horovod_takes
 from .transfer import TRANSFERS, Transfer, overlap_explained, wait_for
-from .waiting import synchronize
+from .waiting import Result, synchronize
 
 Handle = Callable[[], Any]
 
@@ -184,8 +184,8 @@ class Exchange:
                        prescale_factor=self._reduction.prescale, postscale_factor=self._reduction.postscale,
                        process_set=self._process_set)
         if len(tensors) == 1:
-            return [functools.partial(synchronize, hvd.allreduce_async_(tensors[0], **options))]
-        group = _Group(hvd.grouped_allreduce_async_(tensors, **options))
+            return [Result(hvd.allreduce_async_(tensors[0], **options))]
+        group = Result(hvd.grouped_allreduce_async_(tensors, **options))
         return [_Member(group, index) for index in range(len(tensors))]
 
     def _finish(self, pending: Pending, received: torch.Tensor | None) -> torch.Tensor:
@@ -423,33 +423,15 @@ def _nothing() -> None:
     """The handle of a gradient in a bucket, which is waited for when it is decoded."""
 
 
-class _Group:
-    """The result of one grouped collective, waited for once."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-        self._outputs: Sequence[torch.Tensor] | HorovodInternalError | None = None
-
-    def output(self, index: int) -> torch.Tensor:
-        if self._outputs is None:
-            try:
-                self._outputs = synchronize(self._handle)
-            except HorovodInternalError as error:
-                self._outputs = error  # Horovod tells it once.
-        if isinstance(self._outputs, HorovodInternalError):
-            raise self._outputs
-        return self._outputs[index]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Member:
     """A callable handle, as Horovod's optimizer takes them, of one tensor in a group."""
 
-    group: _Group
+    group: Result
     index: int
 
     def __call__(self) -> torch.Tensor:
-        return self.group.output(self.index)
+        return self.group()[self.index]
 
 
 def _alike(pendings: Sequence[Pending]) -> list[list[Pending]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 from hvd_twobit.codec import Codec
 from hvd_twobit.torch import TwoBit
@@ -65,6 +66,40 @@ def break_off(folder: str) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     assert not optimizer._twobit.is_under_way and not optimizer._handles
     print("broken off", flush=True)
+    os._exit(0)  # Nobody is left for a barrier.
+
+
+def fail(folder: str, grouped: bool) -> None:
+    """Rank 0 takes up training after a step of which an uncompressed gradient failed; then both leave.
+
+    Args:
+        folder: where rank 0 tells that the step is under way.
+        grouped: whether two such gradients share an allreduce.
+    """
+    under_way = pathlib.Path(folder, "under_way")
+    parameters = {name: torch.nn.Parameter(torch.zeros(size)) for name, size in [("a", 100), ("b", 9), ("c", 9)]}
+    a, b, c = parameters.values()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b, c], lr=0.25), named_parameters=list(parameters.items()),
+                                         compression=TwoBit(0.5, min_elements=50), groups=[[b, c]] if grouped else None)
+    a.sum().backward()
+    if hvd.rank() == 1:
+        while not under_way.exists():
+            time.sleep(0.01)
+        hvd.shutdown()
+        os._exit(0)
+    (b.sum() + c.sum()).backward()
+    while not hvd.poll(optimizer._twobit._agreement):
+        time.sleep(0.01)
+    under_way.touch()
+    for _ in range(2):  # Who asks again is told again.
+        try:
+            optimizer.synchronize()
+        except HorovodInternalError as error:
+            print("told:", error, flush=True)
+    assert optimizer._twobit.is_under_way
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not optimizer._twobit.is_under_way and not optimizer._handles
+    print("taken up", flush=True)
     os._exit(0)  # Nobody is left for a barrier.
 
 
