@@ -5,7 +5,8 @@
 
 Correctness first: every kernel of the Triton backend against the reference in NumPy, tensors beyond 32-bit numbers,
 the gradients of ResNet-50 in one launch, several streams, and exchanges of all ranks, by every transport, through the
-coders of PyTorch's front end against those of the host, all to the bit; and whether gradient hooks wait for the device.
+coders of PyTorch's front end against those of the host, and of single tensors, all to the bit; and whether gradient
+hooks wait for the device.
 Then what ``hvd-twobit bench kernels --device cuda`` measures, with targets. What was found is printed, and written to a
 file as JSON: please report it. Exit status 1 where something differs; a target that is missed changes nothing.
 
@@ -119,9 +120,10 @@ def _checks(ranks: int | None) -> Iterator[tuple[str, Check]]:
     if importlib.util.find_spec("horovod") is None:
         yield "exchanges", _left_out
         return
-    from benchmarks.gpu import exchanges, training
+    from benchmarks.gpu import exchanges, training, words
 
     yield from exchanges.CHECKS.items()
+    yield "exchanges of single tensors", words.words
     if ranks is not None:
         yield f"training of {ranks} ranks", functools.partial(training.check, ranks=ranks)
 

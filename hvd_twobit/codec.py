@@ -260,28 +260,11 @@ class Codec:
                    chunk.layout.table(memory)[blocks])
 
     def _encode(self, part: Part, gradient: np.ndarray, codes: np.ndarray, table: np.ndarray) -> None:
-        selected_sum, selected_count = self.quantize(part, gradient, codes, codes.nbytes + table.nbytes)
-        residual = self._residuals.tensor(part.name, part.shape).residual[part.start:part.stop]
-        self._levels.write_table(table, selected_sum, selected_count, residual)
-
-    def quantize(self, part: Part, gradient: np.ndarray, codes: np.ndarray,
-                 nbytes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Add a part of a gradient to the residual, take out what two bits can say, and keep count of it.
-
-        Args:
-            part: which part; those of a tensor in their order.
-            gradient: float32[elements], the whole tensor's, contiguous; not changed.
-            codes: uint8[4 * ceil(n / 16)] for a part of n elements, overwritten.
-            nbytes: bytes that will be sent of the part, for statistics.
-
-        Returns:
-            What ``quantize_pack`` returns: sum and number of the selected magnitudes in each block.
-        """
-        quantizer, residual = self.begin(part, gradient, HOST)
-        selected = self._kernels.quantize_pack(gradient[part.start:part.stop], residual[part.start:part.stop], codes,
-                                               quantizer)
-        self.end(part, int(selected[1].sum()), nbytes)
-        return selected
+        quantizer, whole = self.begin(part, gradient, HOST)
+        residual = whole[part.start:part.stop]
+        total, count = self._kernels.quantize_pack(gradient[part.start:part.stop], residual, codes, quantizer)
+        self.end(part, int(count.sum()), codes.nbytes + table.nbytes)
+        self._levels.write_table(table, total, count, residual)
 
     def begin(self, part: Part, gradient: Any, memory: Memory) -> tuple[kernels.Quantizer, Any]:
         """What has to be known before a part of a gradient is quantized, wherever that is done.

@@ -16,18 +16,20 @@ codes. The threshold is the best one for Laplace's distribution; for the normal 
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import numpy as np
 
-from . import kernels
 from .buckets import Bucket
 from .codec import Codec
 from .config import TwoBitConfig
 from .digits import DigitLayout, Tail, fingerprint
-from .kernels import Digits, Quantizer, block_count, packed_nbytes
-from .levels import AdaptiveLevels, FixedLevels, levels_of, within_limits
+from .kernels import Digits, Quantizer, block_count
+from .levels import AdaptiveLevels, levels_of, within_limits
 from .residuals import ResidualRegistry
 from .tensor_state import TensorState
+from .words import HostWords, WordBackend
 
 _SAME_ARGUMENTS = "give TwoBit the same arguments on every rank"
 _SAME_LEVELS = ("ranks have other levels, or TwoBit other arguments. Levels differ where ranks have joined early, or "
@@ -42,32 +44,42 @@ _LEARNT = 3
 ranks that selected none; see ``levels``."""
 
 
-@dataclasses.dataclass(frozen=True)
+HOST_WORDS = HostWords()
+
+
+@dataclasses.dataclass
 class _Buffer:
-    """What is kept of a tensor between steps beside its state: its codes and words."""
+    """What is kept of a tensor between steps beside its state: its words, and what is to be told of them.
+
+    Attributes:
+        layout: of the words.
+        backend: where they are made.
+        words: float64[layout.size].
+        selected: how many elements two bits said something of.
+    """
 
     layout: DigitLayout
-    packed: np.ndarray
-    words: np.ndarray
+    backend: WordBackend
+    words: Any
+    selected: Any = 0
 
 
 class DigitCodec:
     """Encodes and decodes named tensors for sums by an allreduce.
 
+    Arrays are those of the ``backend`` that is given with them, NumPy's by default.
+
     Args:
         config: checked parameters.
         residuals: what was not sent yet, levels and counters; may be shared with a ``Codec`` of the same parameters.
-        backend: name of the kernel backend, see ``kernels.load``.
         warns: whether to log when a fixed threshold does not fit; one rank is enough.
     """
 
-    def __init__(self, config: TwoBitConfig, residuals: ResidualRegistry, backend: str = kernels.DEFAULT_BACKEND,
-                 warns: bool = True) -> None:
+    def __init__(self, config: TwoBitConfig, residuals: ResidualRegistry, warns: bool = True) -> None:
         self._config = config
         self._residuals = residuals
         self._levels = levels_of(config)
-        self._kernels = kernels.load(backend)
-        self._codec = Codec(config, residuals, backend, warns)
+        self._codec = Codec(config, residuals, warns=warns)
         self._buffers: dict[str, _Buffer] = {}
 
     def ready(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -78,7 +90,8 @@ class DigitCodec:
         """The layout of the words of a compressed tensor of so many elements on up to so many ranks."""
         return _layout(self._config, elements, ranks, _LEARNT)
 
-    def encode(self, name: str, shape: tuple[int, ...], gradient: np.ndarray, rank: int, ranks: int) -> np.ndarray:
+    def encode(self, name: str, shape: tuple[int, ...], gradient: Any, rank: int, ranks: int,
+               backend: WordBackend = HOST_WORDS) -> Any:
         """Add a gradient to its tensor's residual and take out what two bits can say.
 
         Args:
@@ -87,6 +100,7 @@ class DigitCodec:
             gradient: float32[elements], contiguous; not changed.
             rank: this rank's number among those that exchange.
             ranks: the most ranks that may contribute.
+            backend: where the gradient lies.
 
         Returns:
             float64[layout(elements, ranks).size], the codec's own memory, which the next ``encode`` of this tensor
@@ -96,20 +110,16 @@ class DigitCodec:
             ResidualError: the tensor had another shape before.
         """
         state = self._residuals.tensor(name, shape)
-        buffer = self._buffer(name, gradient.size, ranks)
-        layout = buffer.layout
-        content, table = layout.content(buffer.words), layout.table(buffer.words)
+        buffer = self._buffer(name, shape, ranks, backend)
+        layout, words = buffer.layout, buffer.words
         whole, = Bucket.of(name, shape).parts
-        selected_sum, selected_count = self._codec.quantize(whole, gradient, buffer.packed,
-                                                            content.nbytes + table.nbytes)
-        self._kernels.pack_digits(buffer.packed, layout.digits, content)
-        layout.write_tail(buffer.words, rank, self._mark(state))
-        if isinstance(self._levels, AdaptiveLevels):
-            table[:] = self._levels.sums(selected_sum, selected_count, state.residual)
-        return buffer.words
+        quantizer, residual = self._codec.begin(whole, gradient, backend.memory)
+        buffer.selected = backend.quantize(gradient, residual, _taken(quantizer, backend), layout, words)
+        layout.signature(words)[:] = backend.take(layout.signed(rank, self._mark(state)))
+        return words
 
-    def decode(self, name: str, shape: tuple[int, ...], words: np.ndarray, rank: int, ranks: int,
-               out: np.ndarray) -> Tail:
+    def decode(self, name: str, shape: tuple[int, ...], words: Any, rank: int, ranks: int, out: Any,
+               backend: WordBackend = HOST_WORDS) -> Tail:
         """Overwrite ``out`` with the scaled sum that reduced words tell; levels move on.
 
         Args:
@@ -119,6 +129,7 @@ class DigitCodec:
             rank: this rank's number, as for ``encode``.
             ranks: as for ``encode``.
             out: float32[elements], contiguous.
+            backend: as for ``encode``.
 
         Returns:
             What the tail told: the factor is in ``out`` already.
@@ -127,19 +138,22 @@ class DigitCodec:
             PayloadError: the words are no sum of this tensor's, or ranks have different levels.
         """
         state = self._residuals.tensor(name, shape)
-        layout = self.layout(out.size, ranks)
-        tail = layout.read_tail(words, rank, self._mark(state), name, _SAME_LEVELS)
-        levels, block_elements = self._pairs(state, out.size)
-        self._kernels.unpack_digits(layout.content(words), layout.digits, tail.factor, levels, block_elements, out,
-                                    tail.factor)
+        whole, = Bucket.of(name, shape).parts
+        buffer = self._buffer(name, shape, ranks, backend)
+        layout = buffer.layout
+        self._codec.end(whole, int(buffer.selected), 8 * (layout.tail_offset + layout.blocks * layout.columns))
+        tail = _read_tail(layout, words, rank, self._mark(state), name, _SAME_LEVELS, backend)
+        quantizer = self._codec.quantizer(whole)
+        pairs = np.stack([quantizer.positive_level, quantizer.negative_level], axis=-1)
+        backend.unpack(words, layout, tail.factor, pairs, quantizer.block_elements, out)
         if isinstance(self._levels, AdaptiveLevels):
             selected_sum, selected_count, silent = tail.table.T
             state.levels = self._levels.following(state.levels, selected_sum, selected_count, silent,
-                                                  tail.contributors * self._levels.block_sizes(out.size))
+                                                  tail.contributors * self._levels.block_sizes(state.elements))
         return tail
 
-    def encode_uncompressed(self, name: str, shape: tuple[int, ...], values: np.ndarray, rank: int,
-                            ranks: int) -> np.ndarray:
+    def encode_uncompressed(self, name: str, shape: tuple[int, ...], values: Any, rank: int, ranks: int,
+                            backend: WordBackend = HOST_WORDS) -> Any:
         """The words of a tensor that is not ready: its elements and a tail.
 
         Args:
@@ -148,48 +162,43 @@ class DigitCodec:
             values: the elements, flat, of any floating point dtype.
             rank: this rank's number.
             ranks: the most ranks that may contribute.
+            backend: where the values lie.
         """
-        layout = DigitLayout(values.size, ranks, None)
-        words = np.empty(layout.size)
+        layout = DigitLayout(len(values), ranks, None)
+        words = backend.new(layout.size)
         layout.content(words)[:] = values
-        layout.write_tail(words, rank, self._mark(self._residuals.tensor(name, shape)))
+        layout.signature(words)[:] = backend.take(
+            layout.signed(rank, self._mark(self._residuals.tensor(name, shape))))
         return words
 
-    def decode_uncompressed(self, name: str, shape: tuple[int, ...], words: np.ndarray, rank: int,
-                            ranks: int) -> np.ndarray:
+    def decode_uncompressed(self, name: str, shape: tuple[int, ...], words: Any, rank: int, ranks: int,
+                            backend: WordBackend = HOST_WORDS) -> Any:
         """The scaled sum of a tensor that was not ready, float64[elements]; levels are learnt from it.
 
         Raises:
             PayloadError: the words are no sum of this tensor's.
         """
         state = self._residuals.tensor(name, shape)
-        layout = DigitLayout(words.size - ranks - 1, ranks, None)
-        tail = layout.read_tail(words, rank, self._mark(state), name, _SAME_LEVELS)
+        layout = DigitLayout(state.elements, ranks, None)
+        tail = _read_tail(layout, words, rank, self._mark(state), name, _SAME_LEVELS, backend)
         reduced = layout.content(words)
-        with np.errstate(over="ignore"):
-            self._codec.observe(name, shape, reduced.astype(np.float32), tail.contributors, tail.factor)
+        self._codec.observe(name, shape, backend.read(backend.as_float32(reduced)), tail.contributors, tail.factor)
         return reduced
 
     def _mark(self, state: TensorState) -> int:
         levels = b"" if state.levels is None else state.levels.tobytes()
         return fingerprint(_described(self._config), levels, np.array(self._residuals.loss_scale or 1.0).tobytes())
 
-    def _pairs(self, state: TensorState, elements: int) -> tuple[np.ndarray, int]:
-        """Positive and negative levels, float32[blocks, 2], and the elements of a block."""
-        quantizer = self._levels.quantizer(state.levels, elements, self._residuals.loss_scale or 1.0)
-        return np.stack([quantizer.positive_level, quantizer.negative_level], axis=-1), quantizer.block_elements
-
-    def _buffer(self, name: str, elements: int, ranks: int) -> _Buffer:
-        layout = self.layout(elements, ranks)
+    def _buffer(self, name: str, shape: tuple[int, ...], ranks: int, backend: WordBackend) -> _Buffer:
+        layout = self.layout(math.prod(shape), ranks)
         buffer = self._buffers.get(name)
-        if buffer is None or buffer.layout != layout:  # An elastic job changes the number of ranks.
-            buffer = _Buffer(layout, np.empty(packed_nbytes(elements), np.uint8), np.empty(layout.size))
-            self._buffers[name] = buffer
+        # An elastic job changes the number of ranks, and a tensor may move to another device.
+        if buffer is None or buffer.layout != layout or buffer.backend is not backend:
+            buffer = self._buffers[name] = _Buffer(layout, backend, backend.new(layout.size))
         return buffer
 
 
-def quantize_once(config: TwoBitConfig, tensor: np.ndarray, rank: int, ranks: int,
-                  backend: str = kernels.DEFAULT_BACKEND) -> np.ndarray:
+def quantize_once(config: TwoBitConfig, tensor: Any, rank: int, ranks: int, backend: WordBackend = HOST_WORDS) -> Any:
     """The words of a tensor that is exchanged once; what two bits cannot say of it is lost.
 
     Args:
@@ -197,25 +206,25 @@ def quantize_once(config: TwoBitConfig, tensor: np.ndarray, rank: int, ranks: in
         tensor: float32[elements], contiguous; not changed.
         rank: this rank's number among those that exchange.
         ranks: the most ranks that may contribute.
-        backend: name of the kernel backend, see ``kernels.load``.
+        backend: where the tensor lies.
 
     Returns:
         New memory, float64[words].
     """
-    functions = kernels.load(backend)
-    layout = _layout(config, tensor.size, ranks, _SELECTED)
-    quantizer = _quantizer_of(config, tensor)
-    packed, words = np.empty(packed_nbytes(tensor.size), np.uint8), np.empty(layout.size)
-    selected = functions.quantize_pack(tensor, np.zeros_like(tensor), packed, quantizer)
-    functions.pack_digits(packed, layout.digits, layout.content(words))
-    layout.write_tail(words, rank, fingerprint(_described(config)))
-    if config.adaptive:
-        layout.table(words)[:] = np.minimum(np.stack(selected, axis=-1), np.finfo(np.float32).max)
+    layout, policy = _layout(config, len(tensor), ranks, _SELECTED), levels_of(config)
+    if isinstance(policy, AdaptiveLevels):
+        threshold = backend.mean_magnitudes(policy, tensor)
+        quantizer = Quantizer(config.block_elements, threshold, -threshold, threshold, -threshold)
+    else:
+        quantizer = _taken(policy.quantizer(None, len(tensor)), backend)
+    words = backend.new(layout.size)
+    backend.quantize(tensor, None, quantizer, layout, words)
+    layout.signature(words)[:] = backend.take(layout.signed(rank, fingerprint(_described(config))))
     return words
 
 
-def sum_of(config: TwoBitConfig, words: np.ndarray, tensor: str, rank: int, ranks: int, out: np.ndarray,
-           backend: str = kernels.DEFAULT_BACKEND) -> None:
+def sum_of(config: TwoBitConfig, words: Any, tensor: str, rank: int, ranks: int, out: Any,
+           backend: WordBackend = HOST_WORDS) -> None:
     """Overwrite ``out`` with the scaled sum that reduced words of ``quantize_once`` tell.
 
     Args:
@@ -225,24 +234,36 @@ def sum_of(config: TwoBitConfig, words: np.ndarray, tensor: str, rank: int, rank
         rank: this rank's number, as for ``quantize_once``.
         ranks: as for ``quantize_once``.
         out: float32[elements], contiguous.
-        backend: name of the kernel backend.
+        backend: where words and ``out`` lie.
 
     Raises:
         PayloadError: the words are no sum of this tensor's, or TwoBit has other arguments on other ranks.
     """
-    layout = _layout(config, out.size, ranks, _SELECTED)
-    tail = layout.read_tail(words, rank, fingerprint(_described(config)), tensor, _SAME_ARGUMENTS)
+    layout = _layout(config, len(out), ranks, _SELECTED)
+    tail = _read_tail(layout, words, rank, fingerprint(_described(config)), tensor, _SAME_ARGUMENTS, backend)
     if config.adaptive:
         total, count = tail.table.T
         count = np.rint(count)  # Where it is zero, all digits are.
         level = within_limits(np.divide(total, count, out=np.zeros(layout.blocks), where=count > 0))
         levels, block_elements = np.stack([level, -level], axis=-1), config.block_elements
     else:
-        quantizer = levels_of(config).quantizer(None, out.size)
+        quantizer = levels_of(config).quantizer(None, len(out))
         levels = np.stack([quantizer.positive_level, quantizer.negative_level], axis=-1)
         block_elements = quantizer.block_elements
-    kernels.load(backend).unpack_digits(layout.content(words), layout.digits, tail.factor, levels, block_elements, out,
-                                        tail.factor)
+    backend.unpack(words, layout, tail.factor, levels, block_elements, out)
+
+
+def _read_tail(layout: DigitLayout, words: Any, rank: int, mark: int, tensor: str, common: str,
+               backend: WordBackend) -> Tail:
+    layout.check_size(len(words), tensor)
+    return layout.read_tail(backend.read(layout.tail(words)), rank, mark, tensor, common)
+
+
+def _taken(quantizer: Quantizer, backend: WordBackend) -> Quantizer:
+    """The quantizer as the backend's kernels want it."""
+    return Quantizer(quantizer.block_elements, *backend.take(np.stack([
+        quantizer.positive_threshold, quantizer.negative_threshold, quantizer.positive_level,
+        quantizer.negative_level])))
 
 
 def _layout(config: TwoBitConfig, elements: int, ranks: int, columns: int) -> DigitLayout:
@@ -250,14 +271,6 @@ def _layout(config: TwoBitConfig, elements: int, ranks: int, columns: int) -> Di
     if not block_elements:
         return DigitLayout(elements, ranks, digits)
     return DigitLayout(elements, ranks, digits, block_count(elements, block_elements), columns)
-
-
-def _quantizer_of(config: TwoBitConfig, tensor: np.ndarray) -> Quantizer:
-    policy = levels_of(config)
-    if isinstance(policy, FixedLevels):
-        return policy.quantizer(None, tensor.size)
-    threshold = policy.mean_magnitudes(tensor)
-    return Quantizer(config.block_elements, threshold, -threshold, threshold, -threshold)
 
 
 def _described(config: TwoBitConfig) -> bytes:

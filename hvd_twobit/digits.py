@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from typing import Any
 
 import numpy as np
 
@@ -66,32 +67,66 @@ class DigitLayout:
         """All words: float64[size], 8 bytes each."""
         return self.tail_offset + self.ranks + 1 + self.blocks * self.columns
 
-    def content(self, words: np.ndarray) -> np.ndarray:
+    # Words are NumPy arrays or, with the same methods, tensors of a front end.
+
+    def content(self, words: Any) -> Any:
         """View of the words before the tail."""
         return words[:self.tail_offset]
 
-    def table(self, words: np.ndarray) -> np.ndarray:
+    def tail(self, words: Any) -> Any:
+        """View of the words behind the content."""
+        return words[self.tail_offset:]
+
+    def table(self, words: Any) -> Any:
         """View of the block table, float64[blocks, columns]."""
         return words[self.tail_offset + self.ranks + 1:].reshape(self.blocks, self.columns)
 
-    def write_tail(self, words: np.ndarray, rank: int, mark: int) -> None:
-        """Write presence and fingerprint; the table is the caller's.
+    def signature(self, words: Any) -> Any:
+        """View of what tells of the rank that made them: float64[ranks + 1], presence and fingerprint."""
+        return words[self.tail_offset:self.tail_offset + self.ranks + 1]
+
+    def signed(self, rank: int, mark: int) -> np.ndarray:
+        """The signature of a rank.
 
         Args:
-            words: float64[size].
             rank: this rank's number, below ``ranks``.
             mark: what ``fingerprint`` returned.
         """
-        presence = words[self.tail_offset:self.tail_offset + self.ranks]
-        presence[:] = 0
-        presence[rank] = 1
-        words[self.tail_offset + self.ranks] = mark
+        made = np.zeros(self.ranks + 1)
+        made[rank] = 1
+        made[self.ranks] = mark
+        return made
 
-    def read_tail(self, words: np.ndarray, rank: int, mark: int, tensor: str, common: str) -> Tail:
+    def write_table(self, words: Any, totals: Any, counts: Any) -> None:
+        """Write the block table: sum and number of what was selected and, in a third column, what ranks said instead.
+
+        Args:
+            words: float64[size].
+            totals: float32[blocks], finite, as ``levels.block_totals``.
+            counts: [blocks], integers: how many elements were selected.
+        """
+        table = self.table(words)
+        table[:, 0] = totals * (counts > 0)
+        table[:, 1] = counts
+        if self.columns > 2:
+            table[:, 2] = totals * (counts == 0)
+
+    def check_size(self, found: int, tensor: str) -> None:
+        """Check how many words came back for a tensor.
+
+        Raises:
+            PayloadError: there are more or fewer than were sent.
+        """
+        if found != self.size:
+            raise PayloadError(f"tensor {tensor!r}: {found} words came back, but {self.elements} elements of up to "
+                               f"{self.ranks} ranks take {self.size}: the number of ranks has changed on the way, or "
+                               "words of another tensor were handed in")
+
+    def read_tail(self, tail: np.ndarray, rank: int, mark: int, tensor: str, common: str) -> Tail:
         """Find out from the reduced words what Horovod and the other ranks did.
 
         Args:
-            words: float64[size], as the allreduce returned them.
+            tail: what the allreduce returned of the tail, float64[size - tail_offset].
             rank: this rank's number.
             mark: the fingerprint that this rank sent.
             tensor: the tensor's name, for messages.
@@ -100,11 +135,7 @@ class DigitLayout:
         Raises:
             PayloadError: the words are not a scaled sum of what ranks sent, or other ranks sent another fingerprint.
         """
-        if words.size != self.size:
-            raise PayloadError(f"tensor {tensor!r}: {words.size} words came back, but {self.elements} elements of up "
-                               f"to {self.ranks} ranks take {self.size}: the number of ranks has changed on the way, "
-                               "or words of another tensor were handed in")
-        presence = words[self.tail_offset:self.tail_offset + self.ranks]
+        presence = tail[:self.ranks]
         factor = float(presence[rank])
         present = presence == factor
         if factor == 0 or not np.isfinite(factor) or (presence[~present] != 0).any():
@@ -112,11 +143,11 @@ class DigitLayout:
                                f"zero: the ranks' presence is {presence.tolist()}; two-bit codes can be summed and "
                                "averaged only, use hvd.Sum or hvd.Average")
         contributors = int(np.count_nonzero(present))
-        total = float(words[self.tail_offset + self.ranks]) / factor
+        total = float(tail[self.ranks]) / factor
         if np.rint(total) != contributors * mark:
             raise PayloadError(f"tensor {tensor!r}: the fingerprints of {contributors} ranks add up to {total:.0f}, "
                                f"with that of rank {rank} it would be {contributors} * {mark}: {common}")
-        return Tail(factor, contributors, self.table(words) / factor)
+        return Tail(factor, contributors, tail[self.ranks + 1:].reshape(self.blocks, self.columns) / factor)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -156,15 +156,6 @@ class AdaptiveLevels:
         following = np.where(silent > 0, LEVEL_OF_MEAN * silent / np.maximum(members, 1), levels)
         return within_limits(np.divide(selected_sum, total, out=following, where=total > 0))
 
-    def sums(self, selected_sum: np.ndarray, selected_count: np.ndarray, residual: np.ndarray) -> np.ndarray:
-        """What this rank adds to ``following``'s sums, from what ``quantize_pack`` returned: float64[blocks, 3]."""
-        sums = np.zeros((selected_count.size, 3))
-        sums[:, 0], sums[:, 1] = np.minimum(selected_sum, _FLOAT32_MAX), selected_count
-        silent = np.flatnonzero(selected_count == 0)
-        if silent.size:
-            sums[silent, 2] = np.minimum(magnitude_sums(residual, self._block_elements, silent), _FLOAT32_MAX)
-        return sums
-
     def mean_magnitudes(self, tensor: np.ndarray) -> np.ndarray:
         """Mean magnitude of each block, float32[blocks], not below ``LOWEST``; elements not finite count as zeros."""
         finite = np.isfinite(tensor)
@@ -175,8 +166,7 @@ class AdaptiveLevels:
     def write_table(self, table: np.ndarray, selected_sum: np.ndarray, selected_count: np.ndarray,
                     residual: np.ndarray) -> None:
         """Fill the block table of this rank's payload from what ``quantize_pack`` returned and left."""
-        sums = self.sums(selected_sum, selected_count, residual)
-        table["selected_sum"] = sums[:, 0] + sums[:, 2]  # One of them is zero.
+        table["selected_sum"] = block_totals(selected_sum, selected_count, residual, self._block_elements)
         table["selected_count"] = selected_count
 
     def block_sizes(self, elements: int) -> np.ndarray:
@@ -201,6 +191,24 @@ def levels_of(config: TwoBitConfig) -> FixedLevels | AdaptiveLevels:
         return AdaptiveLevels(config.block_elements)
     assert config.positive_threshold is not None and config.negative_threshold is not None
     return FixedLevels(config.positive_threshold, config.negative_threshold)
+
+
+def block_totals(selected_sum: np.ndarray, selected_count: np.ndarray, residual: np.ndarray,
+                 block_elements: int) -> np.ndarray:
+    """What a rank tells of each block, from what ``quantize_pack`` returned and left: float32[blocks].
+
+    The sum of the selected magnitudes, or of all in the residual where none was selected; finite.
+    """
+    totals = limited(selected_sum)
+    silent = np.flatnonzero(selected_count == 0)
+    if silent.size:
+        totals[silent] = limited(magnitude_sums(residual, block_elements, silent))
+    return totals
+
+
+def limited(sums: np.ndarray) -> np.ndarray:
+    """Sums of magnitudes, a copy; what overflowed is the largest float32."""
+    return np.minimum(sums, _FLOAT32_MAX)
 
 
 def within_limits(levels: np.ndarray) -> np.ndarray:

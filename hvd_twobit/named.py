@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from typing import Any
 
 import numpy as np
 
 from . import joining
 from .config import TwoBitConfig
-from .digit_codec import DigitCodec
+from .digit_codec import HOST_WORDS, DigitCodec
 from .errors import ConfigError, ResidualError
 from .residuals import ResidualRegistry
+from .words import WordBackend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,8 @@ class NamedTensor:
         self._under_way: weakref.ref[Sent] | None = None
         joining.track(name, self.residuals)
 
-    def encode(self, shape: tuple[int, ...], values: np.ndarray, rank: int, ranks: int) -> tuple[np.ndarray, Sent]:
+    def encode(self, shape: tuple[int, ...], values: Any, rank: int, ranks: int,
+               backend: WordBackend = HOST_WORDS) -> tuple[Any, Sent]:
         """Begin an exchange.
 
         Args:
@@ -70,6 +73,7 @@ class NamedTensor:
             values: its elements, flat, of a floating point dtype; not changed.
             rank: this rank's number.
             ranks: number of all ranks.
+            backend: where the values lie.
 
         Returns:
             The words for the allreduce, overwritten by the next ``encode``, and what ``decode`` wants to know.
@@ -81,23 +85,22 @@ class NamedTensor:
             raise self._twice()
         compressed = self._codec.ready(self.name, shape)
         if compressed:
-            with np.errstate(over="ignore"):
-                gradient = np.ascontiguousarray(values, np.float32)
-            words = self._codec.encode(self.name, shape, gradient, rank, ranks)
+            words = self._codec.encode(self.name, shape, backend.as_float32(values), rank, ranks, backend)
         else:
-            words = self._codec.encode_uncompressed(self.name, shape, values, rank, ranks)
+            words = self._codec.encode_uncompressed(self.name, shape, values, rank, ranks, backend)
         self._number += 1
         sent = Sent(self._number, shape, compressed, rank, ranks)
         self._under_way = weakref.ref(sent)
         return words, sent
 
-    def decode(self, sent: Sent, words: np.ndarray, out: np.ndarray) -> None:
+    def decode(self, sent: Sent, words: Any, out: Any, backend: WordBackend = HOST_WORDS) -> None:
         """End an exchange: overwrite ``out`` with the reduced tensor.
 
         Args:
             sent: what ``encode`` returned.
             words: what the allreduce returned.
-            out: the elements, flat, float32 or float64.
+            out: the elements, flat, float32 or, of an uncompressed exchange, float64.
+            backend: where words and ``out`` lie.
 
         Raises:
             PayloadError: the words are no sum of this tensor's, or ranks have different levels.
@@ -106,14 +109,11 @@ class NamedTensor:
         self.abandon()
         if sent.number != self._number:
             raise self._twice()
-        if not sent.compressed:
-            with np.errstate(over="ignore"):
-                out[:] = self._codec.decode_uncompressed(self.name, sent.shape, words, sent.rank, sent.ranks)
+        if sent.compressed:
+            self._codec.decode(self.name, sent.shape, words, sent.rank, sent.ranks, out, backend)
             return
-        reduced = out if out.dtype == np.float32 else np.empty(out.size, np.float32)
-        self._codec.decode(self.name, sent.shape, words, sent.rank, sent.ranks, reduced)
-        if reduced is not out:
-            out[:] = reduced
+        with np.errstate(over="ignore"):
+            out[:] = self._codec.decode_uncompressed(self.name, sent.shape, words, sent.rank, sent.ranks, backend)
 
     def abandon(self) -> None:
         """The exchange under way, if any, has failed or was not begun: another may begin."""

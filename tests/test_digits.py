@@ -98,6 +98,9 @@ def test_sums_residuals_and_levels_are_those_of_an_allgather(name: str, ranks: i
                 assert np.allclose(one.tensor("t", both.shape).levels, other.tensor("t", both.shape).levels, rtol=1e-6)
                 one.take_shared(other.shared())
             assert np.array_equal(one.residual("t", both.shape), other.residual("t", both.shape))
+            assert one.stats().keys() == other.stats().keys()
+            for tensor in one.stats():
+                assert other.stats()[tensor].nonzero_share == one.stats()[tensor].nonzero_share
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -243,7 +246,14 @@ def test_fingerprints_depend_on_all_bytes_and_where_parts_end() -> None:
 def test_the_tail_lies_behind_the_codes() -> None:
     layout = DigitLayout(1000, 4, Digits(4, True), 3, 2)
     words = np.zeros(layout.size)
-    layout.write_tail(words, 2, 9)
-    layout.table(words)[:] = [[1, 2], [3, 4], [5, 6]]
+    layout.signature(words)[:] = layout.signed(2, 9)
+    layout.write_table(words, np.array([1, 3, 5], np.float32), np.array([2, 4, 6], np.uint32))
     assert words[layout.tail_offset:].tolist() == [0, 0, 1, 0, 9, 1, 2, 3, 4, 5, 6]
     assert layout.tail_offset == Digits(4, True).word_count(1000)
+
+
+def test_a_third_column_has_what_ranks_tell_that_selected_nothing() -> None:
+    layout = DigitLayout(1000, 1, Digits(1, True), 2, 3)
+    words = np.zeros(layout.size)
+    layout.write_table(words, np.array([1.5, 2.5], np.float32), np.array([3, 0], np.uint32))
+    assert layout.table(words).tolist() == [[1.5, 3, 0], [0, 0, 2.5]]

@@ -11,7 +11,8 @@ import pytest
 from .jobs import results_of, waits_for_the_job
 from .launcher import run_ranks
 from .scenarios import allreduce as scenario
-from .simulation import assert_same_bits, assert_same_steps
+from .scenarios.torch_allreduce import assert_expected, assert_expected_named
+from .simulation import assert_same_steps
 
 pytestmark = waits_for_the_job
 
@@ -48,37 +49,12 @@ def results(request: pytest.FixtureRequest) -> list[Any]:
 
 @pytest.mark.parametrize("name", scenario.CASES)
 def test_allreduce_equals_the_simulation_of_all_ranks(name: str, results: list[Any]) -> None:
-    members = scenario.CASES[name].members(len(results))
-    wanted = scenario.expected(name, len(results))
-    for rank, result in enumerate(results):
-        found = result["cases"][name]
-        assert (found is not None) == (rank in members)
-        for tensor, value in wanted.items() if found is not None else ():
-            assert found[tensor]["dtype"] == f"torch.{scenario.CASES[name].dtype}"
-            in_dtype = rounded(value, scenario.CASES[name].dtype).astype(np.float64)
-            if value.size < scenario.CASES[name].min_elements:  # Added by Horovod, in an order of its own.
-                assert np.allclose(found[tensor]["value"], in_dtype, rtol=1e-6)
-            else:
-                assert_same_bits(found[tensor]["value"], in_dtype, f"{tensor}, rank {rank}")
-    if scenario.CASES[name].overflow:
-        assert 1 < np.isnan(wanted["wide"]).sum() < 30
-
-
-def rounded(value: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype != "bfloat16":
-        return value.astype(dtype)
-    torch = pytest.importorskip("torch")
-    return torch.tensor(value).to(torch.bfloat16).float().numpy()
+    assert_expected(name, [result["cases"][name] for result in results])
 
 
 @pytest.mark.parametrize("name", scenario.NAMED)
 def test_a_named_tensor_equals_the_simulation_of_all_ranks_for_20_steps(name: str, results: list[Any]) -> None:
-    steps, tensor = scenario.expected_named(name, len(results))
-    for rank, result in enumerate(results):
-        found = result["named"][name]
-        assert_same_steps(found["steps"], steps, f"rank {rank}")
-        assert_same_bits(found["residual"].reshape(-1), tensor.residuals[rank], f"residual, rank {rank}")
-        assert_same_bits(found["levels"], np.array(tensor.levels, np.float32), f"levels, rank {rank}")
+    assert_expected_named(name, [result["named"][name] for result in results])
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from . import tensor_reference
 from .coders import carry
 from .jobs import TIMEOUT_S
 from .launcher import run_ranks
-from .scenarios import torch_amp, torch_device, torch_optimizer
+from .scenarios import allreduce, torch_allreduce, torch_amp, torch_device, torch_optimizer
 
 CPU = torch.device("cpu")
 MEMORY = DeviceMemory(CPU)
@@ -94,7 +94,31 @@ def test_training_with_a_gradient_scaler_equals_one_without(name: str, sending: 
 @pytest.mark.parametrize("name", TRITON)
 def test_with_kernels_in_triton_it_does_as_well(name: str, sending: str, results: list[Any]) -> None:
     pytest.importorskip("triton")
-    torch_optimizer.assert_expected(name, [result[sending]["triton"][name] for result in results])
+    torch_optimizer.assert_expected(name, [result[sending]["triton"]["optimizer"][name] for result in results])
+
+
+@on_ranks
+@each_way
+@pytest.mark.parametrize("name", allreduce.CASES)
+def test_allreduce_of_one_tensor_equals_the_simulation(name: str, sending: str, results: list[Any]) -> None:
+    torch_allreduce.assert_expected(name, [result[sending]["allreduce"]["cases"][name] for result in results])
+
+
+@on_ranks
+@each_way
+@pytest.mark.parametrize("name", allreduce.NAMED)
+def test_allreduce_of_a_named_tensor_equals_the_simulation(name: str, sending: str, results: list[Any]) -> None:
+    torch_allreduce.assert_expected_named(name, [result[sending]["allreduce"]["named"][name] for result in results])
+
+
+@on_ranks
+@each_way
+def test_allreduce_with_kernels_in_triton_does_as_well(sending: str, results: list[Any]) -> None:
+    pytest.importorskip("triton")
+    found = [result[sending]["triton"] for result in results]
+    for name in torch_device.CASES_IN_TRITON:
+        torch_allreduce.assert_expected(name, [result["cases"][name] for result in found])
+    torch_allreduce.assert_expected_named("adaptive", [result["named"]["adaptive"] for result in found])
 
 
 @on_ranks

@@ -67,13 +67,15 @@ class Summed:
             sent = Sent(number, tuple(shape.tolist()), bool(compressed), rank, ranks)
             elements = int(np.prod(shape, dtype=np.int64))
             out = aligned_empty(exact.size * elements).view(exact.as_numpy_dtype)
+            is_coded = self.config.compresses(elements) and sent.compressed
+            reduced = np.empty(elements, np.float32) if is_coded and exact == tf.float64 else out
             if not self.config.compresses(elements):
-                out[:] = words
+                reduced[:] = words
             elif self.tensor is not None:
-                self.tensor.decode(sent, words, out)
+                self.tensor.decode(sent, words, reduced)
             else:
-                reduced = out if exact == tf.float32 else np.empty(elements, np.float32)
                 sum_of(self.config, words, f"without a name, of shape {sent.shape}", rank, ranks, reduced)
+            if reduced is not out:
                 out[:] = reduced
             return out
 

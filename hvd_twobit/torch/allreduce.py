@@ -1,7 +1,7 @@
 """``hvd.allreduce(tensor, compression=TwoBit)``: a tensor in, the words that Horovod adds, a tensor out.
 
-What words mean is the core's business (``digit_codec``, ``named``); this file brings PyTorch's tensors to it and back,
-whatever their dtype, shape, layout and device, and says which go Horovod's own way.
+What words mean is the core's business (``digit_codec``, ``named``), where they are made that of ``words``; this file
+brings PyTorch's tensors to them and back, whatever their dtype, shape and layout, and says which go Horovod's own way.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from ..config import TwoBitConfig
 from ..digit_codec import quantize_once, sum_of
 from ..errors import ConfigError, UnsupportedOperationError
 from ..named import NamedTensor, Sent
-from .exchange import HOROVOD_DTYPES, as_flat_float32
+from .exchange import HOROVOD_DTYPES
 from .placement import horovod_takes
+from .words import TensorWords, words_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Summed:
         config: parameters of the compression.
         tensor: what is kept of the tensor; None where it has no name.
         sent: what began; without a name only its shape and ranks count.
+        words: where the tensor is compressed.
         dtype: the tensor's.
         device: the tensor's.
     """
@@ -47,20 +49,21 @@ class Summed:
     config: TwoBitConfig
     tensor: NamedTensor | None
     sent: Sent
+    words: TensorWords
     dtype: torch.dtype
     device: torch.device
 
     def finish(self, received: torch.Tensor) -> torch.Tensor:
         """The reduced tensor, from what the allreduce returned."""
-        sent = self.sent
+        sent, words = self.sent, self.words
         uncompressed = torch.float64 if self.dtype == torch.float64 and not sent.compressed else torch.float32
-        out = torch.empty(sent.shape, dtype=uncompressed)
-        flat, words = out.view(-1).numpy(), received.numpy()
+        out = torch.empty(sent.shape, dtype=uncompressed, device=words.device)
+        flat, arrived = words.array(out.view(-1)), words.array(received.to(words.device))
         if self.tensor is None:
             label = f"without a name, of shape {sent.shape}"
-            sum_of(self.config, words, label, sent.rank, sent.ranks, flat)
+            sum_of(self.config, arrived, label, sent.rank, sent.ranks, flat, words)
         else:
-            self.tensor.decode(sent, words, flat)
+            self.tensor.decode(sent, arrived, flat, words)
         return out.to(device=self.device, dtype=self.dtype)
 
 
@@ -97,13 +100,13 @@ def compress(config: TwoBitConfig, tensor: torch.Tensor,
             f"the tensor{of} of shape {tuple(tensor.shape)} requires a gradient, and two-bit codes have no derivative, "
             "so that it would be lost: hand tensor.detach() to hvd.allreduce, or leave compression out")
     shape, rank, ranks = tuple(tensor.shape), hvd.rank(), hvd.size()
+    words = words_of(tensor.device, is_in_group())
     if named is None:
-        words = quantize_once(config, as_flat_float32(tensor).numpy(), rank, ranks)
+        made = quantize_once(config, words.values(tensor, exact=False), rank, ranks, words)
         sent = Sent(0, shape, True, rank, ranks)
     else:
-        exact = tensor.dtype == torch.float64
-        values = tensor.detach().reshape(-1).cpu() if exact else as_flat_float32(tensor)
-        words, sent = named.encode(shape, values.numpy(), rank, ranks)
-    wire = torch.from_numpy(words)
+        values = words.values(tensor, exact=tensor.dtype == torch.float64)
+        made, sent = named.encode(shape, values, rank, ranks, words)
+    wire = words.wire(made)
     mark_words(wire)
-    return wire, Summed(config, named, sent, tensor.dtype, tensor.device)
+    return wire, Summed(config, named, sent, words, tensor.dtype, tensor.device)

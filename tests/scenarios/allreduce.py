@@ -123,13 +123,14 @@ def named_gradient(rank: int, step: int) -> np.ndarray:
     return gradient(6, rank, step, "named", (43, 47), dyadic=True)
 
 
-def expected_named(name: str, ranks: int) -> tuple[list[np.ndarray], SimulatedTensor | SimulatedAdaptiveTensor]:
-    """The results of all steps, and the tensor on all ranks afterwards."""
+def expected_named(name: str, ranks: int,
+                   steps: int = STEPS) -> tuple[list[np.ndarray], SimulatedTensor | SimulatedAdaptiveTensor]:
+    """The results of so many steps, and the tensor on all ranks afterwards."""
     case = NAMED[name]
     tensor = simulated(case.compression, list(range(ranks)), 43 * 47)
     scale = 1 / ranks if case.op == "Average" else 1.0
     return [tensor.step([named_gradient(rank, step) for rank in range(ranks)], scale).reshape(43, 47)
-            for step in range(STEPS)], tensor
+            for step in range(steps)], tensor
 
 
 JOINING = {

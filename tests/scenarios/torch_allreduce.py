@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -17,19 +18,27 @@ from tests.scenarios.allreduce import (
     SHAPES,
     STEPS,
     STEPS_AFTER_JOIN,
+    expected,
+    expected_named,
     named_gradient,
     steps_before_join,
 )
+from tests.simulation import assert_same_bits, assert_same_steps
 
 
 def run() -> dict[str, Any]:
+    """Of all cases and named tensors, what came back."""
+    return {"cases": cases(CASES), "named": named(NAMED)}
+
+
+def cases(names: Iterable[str]) -> dict[str, Any]:
     """By case, what came back; None where the rank does not take part."""
-    return {"cases": {name: _case(name) for name in CASES}, "named": named(list(NAMED))}
+    return {name: _case(name) for name in names}
 
 
-def named(names: list[str]) -> dict[str, Any]:
-    """Named tensors for 20 steps, and what is kept of them then."""
-    return {name: _named(name) for name in names}
+def named(names: Iterable[str], steps: int = STEPS) -> dict[str, Any]:
+    """Named tensors for so many steps, and what is kept of them then."""
+    return {name: _named(name, steps) for name in names}
 
 
 def _case(name: str) -> dict[str, Any] | None:
@@ -55,17 +64,45 @@ def _case(name: str) -> dict[str, Any] | None:
     return found
 
 
-def _named(name: str) -> dict[str, Any]:
+def _named(name: str, steps: int) -> dict[str, Any]:
     case = NAMED[name]
     compression = TwoBit(**case.compression or {}).named(name)
     options = dict(name=f"named.{name}", op=getattr(hvd, case.op), compression=compression)
-    steps = [hvd.allreduce(torch.tensor(named_gradient(hvd.rank(), step)), **options).numpy() for step in range(STEPS)]
-    return {"steps": steps, **_state(compression, name)}
+    found = [hvd.allreduce(torch.tensor(named_gradient(hvd.rank(), step)), **options).numpy() for step in range(steps)]
+    return {"steps": found, **_state(compression, name)}
 
 
 def _state(compression: Any, name: str) -> dict[str, Any]:
     state = compression.residuals.state_dict()
     return {"residual": state["residuals"][name], "levels": state["levels"].get(name, np.zeros(0, np.float32))}
+
+
+# In the test's process.
+
+def assert_expected(name: str, results: Sequence[Any]) -> None:
+    """What the ranks got in a case is what the simulation of all of them gives."""
+    case = CASES[name]
+    wanted = expected(name, len(results))
+    for rank, found in enumerate(results):
+        assert (found is not None) == (rank in case.members(len(results)))
+        for tensor, value in wanted.items() if found is not None else ():
+            assert found[tensor]["dtype"] == f"torch.{case.dtype}"
+            in_dtype = torch.from_numpy(value).to(getattr(torch, case.dtype)).double().numpy()
+            if value.size < case.min_elements:  # Added by Horovod, in an order of its own.
+                assert np.allclose(found[tensor]["value"], in_dtype, rtol=1e-6)
+            else:
+                assert_same_bits(found[tensor]["value"], in_dtype, f"{tensor}, rank {rank}")
+    if case.overflow:
+        assert 1 < np.isnan(wanted["wide"]).sum() < 30
+
+
+def assert_expected_named(name: str, results: Sequence[Any]) -> None:
+    """What the ranks got of a named tensor, and what they keep of it, is what the simulation of all of them gives."""
+    steps, tensor = expected_named(name, len(results), len(results[0]["steps"]))
+    for rank, found in enumerate(results):
+        assert_same_steps(found["steps"], steps, f"rank {rank}")
+        assert_same_bits(found["residual"].reshape(-1), tensor.residuals[rank], f"residual, rank {rank}")
+        assert_same_bits(found["levels"], np.array(tensor.levels, np.float32), f"levels, rank {rank}")
 
 
 def join() -> dict[str, Any]:

@@ -22,15 +22,20 @@ from horovod.common.exceptions import HorovodInternalError
 from benchmarks.gpu import training
 from hvd_twobit import kernels
 from hvd_twobit.config import TRANSPORTS, TwoBitConfig
-from hvd_twobit.torch import allreduce, coder, exchange, memory, placement
+from hvd_twobit.torch import allreduce, coder, exchange, memory, placement, words
 from tests import tensor_reference
-from tests.scenarios import torch_amp, torch_optimizer
+from tests.scenarios import torch_allreduce, torch_amp, torch_optimizer
+
+CASES_IN_TRITON = ["the bare class", "a group"]
+"""Of ``allreduce``: few, as Triton's interpreter is slow."""
 
 CODERS = {"sent from the device": coder.DeviceCoder, "sent from the host": coder.StagedCoder}
 
 
 def run(configurations: Sequence[str], amp: Sequence[str], triton: Sequence[str]) -> dict[str, Any]:
-    """By kernels and way of sending, what ``torch_optimizer`` and ``torch_amp`` return; and which coders were used.
+    """By kernels and way of sending, what ``torch_optimizer``, ``torch_amp`` and ``torch_allreduce`` return.
+
+    And which coders were used.
 
     Where there is Triton, also what differs in the training of ``benchmarks/gpu_check.py``.
 
@@ -43,11 +48,14 @@ def run(configurations: Sequence[str], amp: Sequence[str], triton: Sequence[str]
     for sending in CODERS:
         with compressed_on_a_device(sending, tensor_reference) as used:
             results[sending] = {"orders": {transport: in_orders_of_their_own(transport) for transport in TRANSPORTS},
-                                "optimizer": torch_optimizer.run(configurations), "amp": torch_amp.run(amp)}
+                                "optimizer": torch_optimizer.run(configurations), "amp": torch_amp.run(amp),
+                                "allreduce": torch_allreduce.run()}
         results[sending]["coders"] = sorted(used)
         if triton:
             with compressed_on_a_device(sending, kernels.load("triton")):
-                results[sending]["triton"] = torch_optimizer.run(triton)
+                results[sending]["triton"] = {"optimizer": torch_optimizer.run(triton),
+                                              "cases": torch_allreduce.cases(CASES_IN_TRITON),
+                                              "named": torch_allreduce.named(["adaptive"], steps=4)}
     if triton:
         results["gpu_check"] = training.compared(torch.device("cpu"), [(20,)], steps=2)
     return results
@@ -109,6 +117,10 @@ def _fail(tensors: Sequence[torch.Tensor]) -> list[exchange.Handle]:
     raise HorovodInternalError("Horovod has been shut down")
 
 
+def _refused(*arguments: Any) -> None:
+    raise AssertionError("a tensor of the device was compressed on the host")
+
+
 @contextlib.contextmanager
 def compressed_on_a_device(sending: str, backend: types.ModuleType) -> Iterator[set[str]]:
     """Within it, gradients on the CPU pass for a device's; yields the names of the coders that were made."""
@@ -136,11 +148,15 @@ def compressed_on_a_device(sending: str, backend: types.ModuleType) -> Iterator[
         replace(module, "horovod_takes", takes)
     for user in (coder, exchange):
         replace(user, "Download", LateDownload)
+    replace(words, "Download", LateDownload)
+    replace(words.HostTensors, "quantize", _refused)
     os.environ[placement.KERNELS_VARIABLE] = "triton"
     placement._unusable.clear()
+    words._on_device.cache_clear()
     try:
         yield used
     finally:
         del os.environ[placement.KERNELS_VARIABLE]
+        words._on_device.cache_clear()
         for owner, name, value in replaced:
             setattr(owner, name, value)
