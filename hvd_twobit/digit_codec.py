@@ -47,21 +47,19 @@ ranks that selected none; see ``levels``."""
 HOST_WORDS = HostWords()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Buffer:
-    """What is kept of a tensor between steps beside its state: its words, and what is to be told of them.
+    """What is kept of a tensor between steps beside its state.
 
     Attributes:
         layout: of the words.
         backend: where they are made.
         words: float64[layout.size].
-        selected: how many elements two bits said something of.
     """
 
     layout: DigitLayout
     backend: WordBackend
     words: Any
-    selected: Any = 0
 
 
 class DigitCodec:
@@ -114,7 +112,8 @@ class DigitCodec:
         layout, words = buffer.layout, buffer.words
         whole, = Bucket.of(name, shape).parts
         quantizer, residual = self._codec.begin(whole, gradient, backend.memory)
-        buffer.selected = backend.quantize(gradient, residual, _taken(quantizer, backend), layout, words)
+        selected = backend.quantize(gradient, residual, _taken(quantizer, backend), layout, words)
+        self._codec.end(whole, selected, 8 * (layout.tail_offset + layout.blocks * layout.columns))
         layout.signature(words)[:] = backend.take(layout.signed(rank, self._mark(state)))
         return words
 
@@ -139,9 +138,7 @@ class DigitCodec:
         """
         state = self._residuals.tensor(name, shape)
         whole, = Bucket.of(name, shape).parts
-        buffer = self._buffer(name, shape, ranks, backend)
-        layout = buffer.layout
-        self._codec.end(whole, int(buffer.selected), 8 * (layout.tail_offset + layout.blocks * layout.columns))
+        layout = self.layout(state.elements, ranks)
         tail = _read_tail(layout, words, rank, self._mark(state), name, _SAME_LEVELS, backend)
         quantizer = self._codec.quantizer(whole)
         pairs = np.stack([quantizer.positive_level, quantizer.negative_level], axis=-1)

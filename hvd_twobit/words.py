@@ -6,6 +6,8 @@ kernels for it. ``HostWords`` is that of NumPy arrays; front ends have others fo
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from .memory import HOST, Memory
 
 
 class WordBackend:
-    """Memory and kernels for words. Arrays are flat, of the backend's own kind; nothing but ``read`` waits for them.
+    """Memory and kernels for words. Arrays are flat, of the backend's own kind.
 
     Attributes:
         memory: where residuals lie.
@@ -46,7 +48,7 @@ class WordBackend:
         """What ``policy.mean_magnitudes`` says of float32[elements], which may be added up in another order."""
         raise NotImplementedError
 
-    def quantize(self, tensor: Any, residual: Any, quantizer: Quantizer, layout: DigitLayout, words: Any) -> Any:
+    def quantize(self, tensor: Any, residual: Any, quantizer: Quantizer, layout: DigitLayout, words: Any) -> int:
         """Add a tensor to its residual, take out what two bits can say, and write it into words.
 
         Args:
@@ -57,7 +59,7 @@ class WordBackend:
             words: float64[layout.size], of which digits and block table are written.
 
         Returns:
-            How many elements were selected: something that ``int`` takes.
+            How many elements were selected.
         """
         raise NotImplementedError
 
@@ -86,7 +88,11 @@ class HostWords(WordBackend):
     memory = HOST
 
     def __init__(self, backend: str = kernels.DEFAULT_BACKEND) -> None:
-        self._kernels = kernels.load(backend)
+        self._backend = backend
+
+    @functools.cached_property
+    def _kernels(self) -> types.ModuleType:
+        return kernels.load(self._backend)  # When it is first used: that takes a second.
 
     def new(self, size: int) -> np.ndarray:
         return np.empty(size)

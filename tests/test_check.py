@@ -252,6 +252,8 @@ def test_what_a_launcher_leaves_is_ended(started: Started, tmp_path: pathlib.Pat
 def test_a_job_that_is_interrupted_while_it_starts_is_ended(started: Started, tmp_path: pathlib.Path,  # noqa: F811
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     start = subprocess.Popen
+    # Whoever runs the tests in the background of a shell may have let them ignore interrupts.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         process = start(*arguments, **options)
@@ -259,9 +261,12 @@ def test_a_job_that_is_interrupted_while_it_starts_is_ended(started: Started, tm
         return process
 
     monkeypatch.setattr(jobs.subprocess, "Popen", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        with jobs.running([sys.executable, "-c", "import signal; signal.pause()"], os.environ, tmp_path / "log"):
-            pytest.fail("the interrupt was lost")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            with jobs.running([sys.executable, "-c", "import signal; signal.pause()"], os.environ, tmp_path / "log"):
+                pytest.fail("the interrupt was lost")
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert started() == []
 
 

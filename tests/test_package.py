@@ -114,6 +114,12 @@ def test_importing_the_package_imports_no_other_package(python: pathlib.Path) ->
     assert imported - {"hvd_twobit", "__main__"} <= sys.stdlib_module_names | {"sitecustomize", "usercustomize"}
 
 
+def test_kernels_are_loaded_when_they_are_first_used(python: pathlib.Path) -> None:
+    """Numba takes a second."""
+    program = "import sys, hvd_twobit.named, hvd_twobit.codec; print('numba' in sys.modules)"
+    assert run(python, "-c", program, cwd=python.parent).strip() == "False"
+
+
 USER = '''
 from hvd_twobit import checkpoint
 from hvd_twobit.keras import callbacks

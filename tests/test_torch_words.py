@@ -14,6 +14,7 @@ import torch
 
 from hvd_twobit import kernels
 from hvd_twobit.digit_codec import HOST_WORDS, quantize_once, sum_of
+from hvd_twobit.errors import PayloadError
 from hvd_twobit.named import NamedTensor
 from hvd_twobit.torch import placement, words
 from hvd_twobit.torch.placement import KERNELS_VARIABLE
@@ -37,9 +38,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     """A device whose kernels are the reference's, or Triton's."""
     if request.param == "triton" and TRITON is None:
         pytest.skip("needs Triton")
-    found = tensor_reference if request.param == "reference" else kernels.load("triton")
-    monkeypatch.setattr("hvd_twobit.kernels.load", lambda name: found)
-    return DeviceTensors(CPU, sends=True)
+    load, found = kernels.load, tensor_reference if request.param == "reference" else TRITON
+    monkeypatch.setattr("hvd_twobit.kernels.load", lambda name: found if name == "triton" else load(name))
+    return DeviceTensors(CPU)
 
 
 class World:
@@ -137,15 +138,36 @@ def test_where_a_tensor_is_compressed_follows_its_device(device: DeviceTensors,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     words._on_device.cache_clear()
     try:
-        assert type(words_of(CPU, in_group=False)) is HostTensors
+        assert type(words_of(CPU)) is HostTensors
         monkeypatch.setenv(KERNELS_VARIABLE, "triton")
+        assert type(words_of(CPU)) is HostTensors, "Triton was asked for, but not for the CPU"
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(placement, "_unusable", {})
-        found = words_of(CPU, in_group=False)
-        assert type(found) is DeviceTensors and words_of(CPU, in_group=False) is found
-        made = found.new(3)
-        assert found.wire(made) is made
-        in_group = words_of(CPU, in_group=True)
-        copied = in_group.wire(made)
-        assert type(in_group) is DeviceTensors and copied is not made and torch.equal(copied, made)
+        found = words_of(CPU)
+        assert type(found) is DeviceTensors and words_of(CPU) is found
     finally:
         words._on_device.cache_clear()
+
+
+def test_words_of_a_device_are_sent_from_the_host(device: DeviceTensors) -> None:
+    made = device.take(np.arange(3.0))
+    sent = device.wire(made)
+    assert sent is not made and sent.device.type == "cpu" and sent.tolist() == [0, 1, 2]
+
+
+@each_configuration
+def test_what_happens_to_a_state_while_words_travel_is_told_or_does_no_harm(name: str) -> None:
+    world = World(name, [HOST_WORDS] * RANKS)
+    tensors = tensors_of(np.random.default_rng(3), 0)
+    while not world.ranks[0]._codec.ready("t", SHAPE):
+        world.exchange(tensors)
+    sent, exchange = world.ranks[0].encode(SHAPE, tensors[0], 0, RANKS)
+    world.ranks[0].residuals.reset()
+    out = np.empty(tensors[0].size, np.float32)
+    if CONFIGURATIONS[name].adaptive:
+        world.ranks[0].residuals.forget_levels()
+        with pytest.raises(PayloadError, match="take_shared"):
+            world.ranks[0].decode(exchange, sent, out)
+    else:
+        world.ranks[0].decode(exchange, sent, out)
+        assert out.any()

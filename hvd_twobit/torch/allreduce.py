@@ -6,7 +6,9 @@ brings PyTorch's tensors to them and back, whatever their dtype, shape and layou
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import horovod.torch as hvd
 import torch
@@ -55,6 +57,10 @@ class Summed:
 
     def finish(self, received: torch.Tensor) -> torch.Tensor:
         """The reduced tensor, from what the allreduce returned."""
+        with _plain_tensors():
+            return self._reduced(received)
+
+    def _reduced(self, received: torch.Tensor) -> torch.Tensor:
         sent, words = self.sent, self.words
         uncompressed = torch.float64 if self.dtype == torch.float64 and not sent.compressed else torch.float32
         out = torch.empty(sent.shape, dtype=uncompressed, device=words.device)
@@ -100,13 +106,21 @@ def compress(config: TwoBitConfig, tensor: torch.Tensor,
             f"the tensor{of} of shape {tuple(tensor.shape)} requires a gradient, and two-bit codes have no derivative, "
             "so that it would be lost: hand tensor.detach() to hvd.allreduce, or leave compression out")
     shape, rank, ranks = tuple(tensor.shape), hvd.rank(), hvd.size()
-    words = words_of(tensor.device, is_in_group())
-    if named is None:
-        made = quantize_once(config, words.values(tensor, exact=False), rank, ranks, words)
-        sent = Sent(0, shape, True, rank, ranks)
-    else:
-        values = words.values(tensor, exact=tensor.dtype == torch.float64)
-        made, sent = named.encode(shape, values, rank, ranks, words)
-    wire = words.wire(made)
+    words = words_of(tensor.device)
+    with _plain_tensors():
+        if named is None:
+            made = quantize_once(config, words.values(tensor, exact=False), rank, ranks, words)
+            sent = Sent(0, shape, True, rank, ranks)
+        else:
+            values = words.values(tensor, exact=tensor.dtype == torch.float64)
+            made, sent = named.encode(shape, values, rank, ranks, words)
+        wire = words.wire(made)
     mark_words(wire)
     return wire, Summed(config, named, sent, words, tensor.dtype, tensor.device)
+
+
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Within it, tensors are made that every later call may write, also in a user's ``torch.inference_mode``."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

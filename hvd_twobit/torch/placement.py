@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import types
 from collections.abc import Iterable
 
@@ -79,6 +80,11 @@ class Placement:
             return HostCoder(planned, codec, rank, scale)
         kind = DeviceCoder if self.sends else StagedCoder
         return kind(planned, codec, rank, scale, DeviceMemory(self.device), kernels.load("triton"))
+
+
+def is_interpreted() -> bool:
+    """Whether Triton was told to interpret its kernels, which takes tensors of the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def horovod_takes(device: torch.device) -> bool:

@@ -1,6 +1,7 @@
 """Where a tensor becomes words for ``hvd.allreduce(compression=TwoBit)``: on the host, or on its own device.
 
-On a device nothing waits but what has to be known on the host: which ranks contributed, and the levels that follow.
+Words are sent from the host, wherever they were made: they are few, and ranks that agree on nothing before a single
+tensor need not have it, or be able to compress it, on the same kind of device. So does ``hvd.join``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..levels import HIGHEST, LOWEST, AdaptiveLevels
 from ..words import HostWords, WordBackend
 from .exchange import as_flat_float32, flat_float32_on
 from .memory import DeviceMemory, Download, upload
-from .placement import Placement
+from .placement import Placement, is_interpreted
 
 
 class HostTensors(HostWords):
@@ -40,7 +41,7 @@ class HostTensors(HostWords):
         return tensor.numpy()
 
     def wire(self, words: np.ndarray) -> torch.Tensor:
-        """Words as Horovod takes them."""
+        """Words as Horovod takes them, on the host."""
         return torch.from_numpy(words)
 
 
@@ -49,13 +50,11 @@ class DeviceTensors(WordBackend):
 
     Args:
         device: where they lie.
-        sends: whether Horovod takes memory of the device.
     """
 
-    def __init__(self, device: torch.device, sends: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.memory = DeviceMemory(device)
-        self._sends = sends
         self._kernels = kernels.load("triton")
 
     def values(self, tensor: torch.Tensor, exact: bool) -> torch.Tensor:
@@ -67,9 +66,7 @@ class DeviceTensors(WordBackend):
         return tensor
 
     def wire(self, words: torch.Tensor) -> torch.Tensor:
-        """Words as Horovod takes them."""
-        if self._sends:
-            return words
+        """Words as Horovod takes them, on the host."""
         copy = Download(words)
         copy.is_done(wait=True)
         return copy.host
@@ -89,23 +86,25 @@ class DeviceTensors(WordBackend):
     def mean_magnitudes(self, policy: AdaptiveLevels, tensor: torch.Tensor) -> torch.Tensor:
         sizes = policy.block_sizes(len(tensor))
         padded = tensor.new_zeros((len(sizes), policy.block_elements))
-        padded.view(-1)[:len(tensor)] = torch.where(torch.isfinite(tensor), tensor, 0.0).abs()
+        padded.view(-1)[:len(tensor)] = tensor
+        padded.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).abs_()  # In place: the tensor may be large.
         means = padded.sum(dim=1, dtype=torch.float64) / upload(sizes, self.device)
         return means.clamp(float(LOWEST), float(HIGHEST)).float()
 
     def quantize(self, tensor: torch.Tensor, residual: torch.Tensor | None, quantizer: Quantizer, layout: DigitLayout,
-                 words: torch.Tensor) -> torch.Tensor:
+                 words: torch.Tensor) -> int:
         runs = _runs(len(tensor), quantizer.block_elements if layout.blocks else 0, self.device, self._kernels.Runs)
         packed = torch.empty(4 * runs.words, dtype=torch.uint8, device=self.device)
-        table = torch.empty(payload.BLOCK_TABLE.itemsize * layout.blocks, dtype=torch.uint8, device=self.device)
-        selected = self._kernels.quantize_pack_runs(runs, [tensor], [torch.zeros_like(tensor) if residual is None
-                                                                     else residual], packed, quantizer,
-                                                    table if layout.blocks else None)
-        self._kernels.pack_digits(packed, layout.digits, layout.content(words))
+        table = None
         if layout.blocks:
+            table = torch.empty(payload.BLOCK_TABLE.itemsize * layout.blocks, dtype=torch.uint8, device=self.device)
+        left = torch.zeros_like(tensor) if residual is None else residual
+        selected = self._kernels.quantize_pack_runs(runs, [tensor], [left], packed, quantizer, table)
+        self._kernels.pack_digits(packed, layout.digits, layout.content(words))
+        if table is not None:
             totals = table.view(torch.float32).view(layout.blocks, 2)
             layout.write_table(words, totals[:, 0], totals.view(torch.int32)[:, 1])
-        return selected[0]
+        return int(selected[0])
 
     def unpack(self, words: torch.Tensor, layout: DigitLayout, factor: float, levels: np.ndarray, block_elements: int,
                out: torch.Tensor) -> None:
@@ -118,17 +117,15 @@ TensorWords = Union[HostTensors, DeviceTensors]
 _HOST = HostTensors()
 
 
-def words_of(device: torch.device, in_group: bool) -> TensorWords:
+def words_of(device: torch.device) -> TensorWords:
     """Where a tensor of a device is compressed; one object for each answer.
 
-    Args:
-        device: where the tensor lies.
-        in_group: whether it travels with others, perhaps of other devices: then all are sent from the host.
+    A tensor on the CPU is compressed there also where Triton was asked for: that is meant for gradients on a GPU.
     """
-    placed = Placement.of([device])
-    if placed.device is None:
+    if device.type == "cpu" and not is_interpreted():
         return _HOST
-    return _on_device(placed.device, placed.sends and not in_group)
+    placed = Placement.of([device])
+    return _HOST if placed.device is None else _on_device(placed.device)
 
 
 _on_device = functools.lru_cache(maxsize=None)(DeviceTensors)

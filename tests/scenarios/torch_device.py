@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -32,7 +32,7 @@ CASES_IN_TRITON = ["the bare class", "a group"]
 CODERS = {"sent from the device": coder.DeviceCoder, "sent from the host": coder.StagedCoder}
 
 
-def run(configurations: Sequence[str], amp: Sequence[str], triton: Sequence[str]) -> dict[str, Any]:
+def run(configurations: Sequence[str], amp: Sequence[str], triton: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """By kernels and way of sending, what ``torch_optimizer``, ``torch_amp`` and ``torch_allreduce`` return.
 
     And which coders were used.
@@ -42,7 +42,8 @@ def run(configurations: Sequence[str], amp: Sequence[str], triton: Sequence[str]
     Args:
         configurations: of ``torch_optimizer``, with the kernels of the reference.
         amp: of ``torch_amp``, likewise.
-        triton: of ``torch_optimizer``, with Triton's kernels, interpreted; without them where there is no Triton.
+        triton: of ``torch_optimizer``, by way of sending, with Triton's kernels, interpreted; nothing where there is no
+            Triton.
     """
     results: dict[str, Any] = {}
     for sending in CODERS:
@@ -53,7 +54,7 @@ def run(configurations: Sequence[str], amp: Sequence[str], triton: Sequence[str]
         results[sending]["coders"] = sorted(used)
         if triton:
             with compressed_on_a_device(sending, kernels.load("triton")):
-                results[sending]["triton"] = {"optimizer": torch_optimizer.run(triton),
+                results[sending]["triton"] = {"optimizer": torch_optimizer.run(triton[sending]),
                                               "cases": torch_allreduce.cases(CASES_IN_TRITON),
                                               "named": torch_allreduce.named(["adaptive"], steps=4)}
     if triton:
@@ -149,7 +150,8 @@ def compressed_on_a_device(sending: str, backend: types.ModuleType) -> Iterator[
     for user in (coder, exchange):
         replace(user, "Download", LateDownload)
     replace(words, "Download", LateDownload)
-    replace(words.HostTensors, "quantize", _refused)
+    for method in ("quantize", "new"):
+        replace(words.HostTensors, method, _refused)
     os.environ[placement.KERNELS_VARIABLE] = "triton"
     placement._unusable.clear()
     words._on_device.cache_clear()
