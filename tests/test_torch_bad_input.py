@@ -89,6 +89,16 @@ def test_two_optimizers_with_equal_names_keep_their_own_residuals() -> None:
         assert (result["residuals"][1] == 0.25).all() and (result["weights"][1] == -0.125).all()
 
 
+def test_a_model_that_moved_after_its_optimizer_was_made_is_told_once_and_trains() -> None:
+    for rank, result in enumerate(results_of("torch", 2, "moved")):
+        assert result["begun"] == 0, "PyTorch has kept the hooks: nothing is to be told"
+        assert len(result["told"]) == (rank == 0)
+        assert (result["weight"] == -0.25 * 0.5 * 2).all()
+        for text in result["told"]:
+            assert text.startswith("hvd_twobit: parameter 'moved.weight' was torch.float32 on cpu when "
+                                   "hvd.DistributedOptimizer was made, and is torch.float64 on cpu now. ")
+
+
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=REPOSITORY, text=True, timeout=120,
                           env={**os.environ, **environment}, capture_output=True)

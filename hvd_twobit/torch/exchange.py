@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,9 @@ from .transfer import TRANSFERS, Transfer, overlap_explained, wait_for
 from .waiting import Result, synchronize
 
 Handle = Callable[[], Any]
+Kind = tuple[torch.dtype, torch.device]
+
+logger = logging.getLogger("hvd_twobit")
 
 # Horovod 0.28.1 has no bfloat16; what is not listed travels as float32.
 HOROVOD_DTYPES = (torch.float16, torch.float32, torch.float64)
@@ -70,6 +74,7 @@ class Exchange:
         self._process_set = process_set
         self._placement = Placement()
         self._declared: list[torch.Tensor] = []
+        self._kinds: list[Kind] = []
         self._departures: list[Departure] = []
         self._asks_for_levels = asks_for_levels(config.hierarchical, process_set.ranks, hvd.global_process_set.ranks)
         self.residuals.is_divided = self._asks_for_levels
@@ -97,6 +102,7 @@ class Exchange:
         if self._config.transport == "allreduce":
             joining.track(f"optimizer of {tensors[0][0] if tensors else ''}", self.residuals)
         self._declared = [tensor for _, tensor, _ in tensors]  # They may move to another device later.
+        self._kinds = _kinds(self._declared)
         self._placement = self._placed()  # Asked for now, as a device is tried when it is first seen.
         for name, tensor, group in tensors:
             self._order.append(name)
@@ -231,6 +237,7 @@ class Exchange:
         self._shares.settle()
         self.loss_scale.follow()
         self._pipeline.begin_step()
+        self._tell_of_moves()
         # An elastic job changes the number of ranks, and takes over what rank 0 has.
         world = (self._process_set.size(), self.residuals.revision)
         if world != self._world or not (self._levels is None or self._levels.are_current):
@@ -243,6 +250,22 @@ class Exchange:
             self._plan(ready)
             self._decided = decided
         self._agreement = self._begin_agreement()
+
+    def _tell_of_moves(self) -> None:
+        """Log, on rank 0 and once a move, that PyTorch has forgotten the hooks of parameters."""
+        kinds = _kinds(self._declared)
+        if kinds == self._kinds:
+            return
+        moved = [(name, *pair) for name, *pair in zip(self._order, self._kinds, kinds) if pair[0] != pair[1]]
+        self._kinds = kinds
+        if hvd.rank() == 0:
+            name, before, now = moved[0]
+            logger.warning(
+                "hvd_twobit: parameter %r%s was %s on %s when hvd.DistributedOptimizer was made, and is %s on %s now. "
+                "PyTorch forgets the hooks of such parameters, with compression or without: their gradients are "
+                "exchanged only when backward has ended, which takes longer. Make the optimizer when the model is what "
+                "it will be trained as, and where", name, f" and {len(moved) - 1} others" if moved[1:] else "",
+                *before, *now)
 
     def _divide(self) -> None:
         """Ask, where it is a question, which ranks share a machine; and determine buckets and this rank's shares."""
@@ -361,6 +384,10 @@ class Exchange:
         wait_for(self._agreement)
         self._in_flight.clear()
         self._agreement = None
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> list[Kind]:
+    return [(tensor.dtype, tensor.device) for tensor in tensors]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -27,6 +27,7 @@ def run() -> dict[str, Any]:
         results["documents"] = torch_documents.run()
         results["payloads"] = torch_payloads.run()
         results["two_optimizers"] = torch_bad_input.two_optimizers()
+        results["moved"] = torch_bad_input.moved()
         results["allreduce_mistakes"] = torch_allreduce.mistakes()
         results["amp_mistakes"] = torch_amp.mistakes()
         results["bad_input"] = torch_bad_input.run()

@@ -7,6 +7,7 @@ scenario have names of their own.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -285,6 +286,26 @@ SCENARIOS: list[Callable[[], None]] = [
 def run() -> dict[str, str]:
     """Type and message of the error of every scenario on this rank."""
     return told_by(SCENARIOS)
+
+
+def moved() -> dict[str, Any]:
+    """A model that becomes another one's dtype when its optimizer was made: what is logged, and what it learns."""
+    model = torch.nn.Linear(40, 30, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25), compression=EVERYTHING,
+                                         named_parameters=[("moved.weight", model.weight)])
+    model.double()
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hvd_twobit").addHandler(handler)
+    for _ in range(2):
+        model(torch.ones(1, 40, dtype=torch.float64)).sum().backward()
+        begun = len(optimizer._handles)
+        optimizer.step()
+        optimizer.zero_grad()
+    logging.getLogger("hvd_twobit").removeHandler(handler)
+    return {"told": told, "begun": begun, "weight": model.weight.detach().numpy()}
 
 
 def two_optimizers() -> dict[str, Any]:
