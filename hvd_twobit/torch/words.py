@@ -1,7 +1,8 @@
 """Where a tensor becomes words for ``hvd.allreduce(compression=TwoBit)``: on the host, or on its own device.
 
-Words are sent from the host, wherever they were made: they are few, and ranks that agree on nothing before a single
-tensor need not have it, or be able to compress it, on the same kind of device. So does ``hvd.join``.
+Words are sent from the host, wherever they were made, as they are few. For nothing is agreed on before a single tensor:
+ranks need not have it, or be able to compress it, on devices of the same kind, and those that have joined contribute
+zeros of the host.
 """
 
 from __future__ import annotations
