@@ -79,20 +79,13 @@ class WordBackend:
 
 
 class HostWords(WordBackend):
-    """NumPy arrays.
-
-    Args:
-        backend: name of the kernel backend, see ``kernels.load``.
-    """
+    """NumPy arrays, by the kernels of the default backend."""
 
     memory = HOST
 
-    def __init__(self, backend: str = kernels.DEFAULT_BACKEND) -> None:
-        self._backend = backend
-
     @functools.cached_property
     def _kernels(self) -> types.ModuleType:
-        return kernels.load(self._backend)  # When it is first used: that takes a second.
+        return kernels.load(kernels.DEFAULT_BACKEND)  # When it is first used: that takes a second.
 
     def new(self, size: int) -> np.ndarray:
         return np.empty(size)
