@@ -72,6 +72,28 @@ def running(command: Sequence[str], variables: Mapping[str, str], log: pathlib.P
                 _end(process, mark)
 
 
+@contextlib.contextmanager
+def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
+    """Start a process that starts no others; when the ``with`` ends it has ended, also where Ctrl-C ends the ``with``.
+
+    ``subprocess.run`` does not wait for what it kills then, and knows nothing of a process that it has just started.
+
+    Args:
+        command: what is started.
+        options: of ``subprocess.Popen``.
+    """
+    process: subprocess.Popen | None = None
+    try:
+        with _held_back():
+            process = subprocess.Popen(command, **options)
+        yield process
+    finally:
+        if process is not None:
+            with _uninterrupted():
+                process.kill()
+                process.communicate()
+
+
 def _end(process: subprocess.Popen, mark: str) -> None:
     """End a launcher that may still run, in good order if it does so in time, and all processes that it started."""
     import psutil  # Horovod needs it, hvd_twobit otherwise does not.

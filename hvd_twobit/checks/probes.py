@@ -31,12 +31,13 @@ def probe(name: str, limit_s: float = LIMIT_S) -> steps.Outcome:
     with tempfile.TemporaryDirectory(prefix="hvd_twobit_check_") as folder:
         path = pathlib.Path(folder, "steps")
         command = [sys.executable, "-m", __name__, name, str(path)]
-        try:
-            process = subprocess.run(command, env=jobs.environment(), stdin=subprocess.DEVNULL,
-                                     stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=limit_s)
-            ended = _how(process.returncode, process.stderr)
-        except subprocess.TimeoutExpired:
-            ended = f"no end within {limit_s:g} s"
+        with jobs.child(command, env=jobs.environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                        stderr=subprocess.PIPE) as process:
+            try:
+                _, stderr = process.communicate(timeout=limit_s)
+                ended = _how(process.returncode, stderr)
+            except subprocess.TimeoutExpired:
+                ended = f"no end within {limit_s:g} s"
         return steps.read(path, list(PROBES[name]), ended)
 
 
